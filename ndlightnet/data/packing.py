@@ -52,9 +52,9 @@ class PadCollate:
         batch = first.new_zeros(len(samples), len(first), *largest)
         mask = torch.zeros(len(samples), *largest, dtype=torch.bool)
         for row, x in enumerate(samples):
-            here: Any = tuple(slice(size) for size in x.shape[1:])
-            batch[(row, slice(None), *here)] = x
-            mask[(row, *here)] = True
+            place: Any = tuple(slice(size) for size in x.shape[1:])
+            batch[(row, slice(None), *place)] = x
+            mask[(row, *place)] = True
         return (batch, mask, *default_collate([tuple(item[1:]) for item in items]))
 
 
@@ -137,8 +137,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
 
         def order(n: int) -> list[int]:
-            made: list[int] = torch.randperm(n, generator=generator).tolist()
-            return made if self.shuffle else sorted(made)
+            numbers: list[int] = torch.randperm(n, generator=generator).tolist()
+            return numbers if self.shuffle else sorted(numbers)
 
         batches: list[list[int]] = [[] for _ in range(self.num_batches)]
         loads = [(0, number) for number in range(self.num_batches)]  # a heap

@@ -4,6 +4,7 @@ gets the same samples as an uninterrupted one, with any number of workers."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +20,15 @@ def mixed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
+@contextmanager
+def seeded_draws(seed: int) -> Iterator[None]:
+    """Seed torch's global generator on the CPU for the block; it gets its state back."""
+    with torch.random.fork_rng(devices=[]):
+        # `torch.manual_seed` would seed the GPUs as well, and so change dropout
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
 def linspace_indices(count: int, total: int) -> list[int]:
     """Return `count` of the numbers below `total`, evenly spaced."""
     return [i * total // count for i in range(count)]
@@ -31,11 +41,9 @@ def order(seed: int, rounds: int, count: int) -> np.ndarray:
 
 
 class SeededSamples(Dataset[Any]):
-    """Dataset of the visits of a training. Which sample visit number n shows, and what that sample
-    draws from torch's global generator, follow from the seed and from n.
-
-    Every sample comes up once before any comes up again. The generator's state is restored.
-    """
+    """Dataset of the draws of a training, numbered by SeededSampler. Which sample draw number n is, and what that
+    sample draws from torch's global generator, follow from the seed and from n. Every sample comes up once before any
+    comes up again."""
 
     def __init__(self, samples: Any, seed: int) -> None:
         self.samples, self.seed = samples, seed
@@ -46,9 +54,7 @@ class SeededSamples(Dataset[Any]):
     def __getitem__(self, number: int) -> Any:
         rounds, place = divmod(number, len(self.samples))
         index = int(order(self.seed, rounds, len(self.samples))[place])
-        with torch.random.fork_rng(devices=[]):
-            # `torch.manual_seed` would seed the GPUs as well, and so change dropout
-            torch.default_generator.manual_seed(mixed(self.seed, 1, number))
+        with seeded_draws(mixed(self.seed, 1, number)):
             return self.samples[index]
 
 
@@ -61,15 +67,15 @@ def share_samples(processes: int) -> None:
 
 
 def replica() -> tuple[int, int]:
-    """Return which of how many parts of the samples this process gets."""
+    """Return which of how many shares of the samples this process gets."""
     group = dist.is_available() and dist.is_initialized()
     rank, count = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
     return rank // _sharing[0], max(1, count // _sharing[0])
 
 
 class SeededSampler(DistributedSampler[int]):
-    """Sampler of the numbers of an epoch's visits: epoch * count, and so on. Each of several
-    replicas has a part of them. Lightning sets the epoch, and replaces no DistributedSampler."""
+    """Sampler of the numbers of an epoch's draws: epoch * count, and so on, dealt out to the replicas. Lightning sets
+    the epoch, and replaces no DistributedSampler."""
 
     def __init__(self, count: int) -> None:
         rank, replicas = replica()

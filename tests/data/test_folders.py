@@ -1,15 +1,20 @@
-"""Where a root of data lies, and the line on entries of a folder that are not read."""
+"""Where a root of data lies, which files and class folders there are, and the line on entries that are not read."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from ndlightnet.data.folders import DATA_VARIABLE, find_root, report_skipped
-from ndlightnet.data.video.video_files import find_videos, read_video_folder
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.folders import DATA_VARIABLE, class_folders, class_names, find_root, list_files, report_skipped
+from ndlightnet.data.image.image_folder import list_images
+from ndlightnet.data.video.video_files import read_video_folder
 from ndlightnet.data.volume.class_folders import list_classes
 from ndlightnet.data.volume.datasets import find_inputs
 
-from .volume.files import HU, random_image, write, write_series
+from .volume.files import HU, random_image, refuses, write, write_series
+
+IMAGES = (".png", ".jpg")
 
 
 def left_by(entries: list[Path], folder: Path) -> str:
@@ -29,35 +34,126 @@ def test_the_count_and_the_first_names(tmp_path: Path) -> None:
     assert left_by(entries[:1], tmp_path) == "1 entry is left out: d"
     assert left_by(entries[:3], tmp_path) == "3 entries are left out: b, d, sub/c"
     assert left_by(entries, tmp_path) == r"4 entries are left out: a\n, b, d, ..."
-    report_skipped(entries, tmp_path, "better ones", None)  # nobody wants to know
+    report_skipped(entries, tmp_path, "better ones", None)
 
 
 def test_the_kinds_of_many(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     names = ("1.TXT", "2.txt", "3.txt", "a.nii.gz", "b.nii.gz", "none", "sub")
-    entries = [tmp_path / name for name in names]
     counted = "7 entries are left out (3 .txt, 2 .nii.gz, 1 without ending, 1 folder): 1.TXT, "
-    assert left_by(entries, tmp_path) == f"{counted}2.txt, 3.txt, ..."
+    assert left_by([tmp_path / name for name in names], tmp_path) == f"{counted}2.txt, 3.txt, ..."
 
 
-def junk(folder: Path, ending: str) -> None:
-    """Four entries that are read nowhere."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"dangling{ending}").symlink_to("/nowhere")
-    (folder / f"folder{ending}").mkdir()
-    (folder / "picture.png").write_bytes(b"")
-    (folder / "text.txt").write_text("")
-    (folder / f".hidden{ending}").write_bytes(b"")
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two classes with two empty files each, beside them what is read nowhere."""
+    names = ("cat/0.png", "cat/1.JPG", "dog/0.png", "dog/deep/er/X.png", "dog/notes.txt", "dog/._0.png", ".cache/a.png")
+    for name in (*names, "readme.md"):
+        (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / name).touch()
+    return tmp_path / "train"
+
+
+def test_class_folders_and_their_files(folder: Path) -> None:
+    notes: list[str] = []
+    classes = class_names(folder)
+    assert classes == ("cat", "dog")
+    folders = class_folders(folder, classes, notes)
+    assert folders == [(folder / "cat", 0), (folder / "dog", 1)]
+    assert class_folders(folder, ("ant", "cat", "dog"))[0] == (folder / "cat", 1)
+    files = [list_files(path, IMAGES, notes) for path, _ in folders]
+    assert files == [
+        [f"{folder}/cat/0.png", f"{folder}/cat/1.JPG"],
+        [f"{folder}/dog/0.png", f"{folder}/dog/deep/er/X.png"],
+    ]
+    assert notes == [
+        f"{folder}: 1 entry is left out: readme.md (expected a folder for each class)",
+        f"{folder}/dog: 1 entry is left out: notes.txt (expected .png, .jpg)",
+    ]
+    assert list_files(folder / "readme.md", IMAGES) == [f"{folder}/readme.md"]  # what a user names is read
+
+
+@pytest.mark.parametrize("kind", ["images", "videos", "volumes"])
+def test_readers_of_every_kind_use_them(tmp_path: Path, kind: str) -> None:
+    ending = {"images": ".PNG", "videos": ".MP4", "volumes": ".nrrd"}[kind]
+    for name in ("train/b/2", "train/b/1", "train/a/x", "test/b/3"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}{ending}").touch()
+    (tmp_path / "train" / "a" / "notes.txt").touch()
+    (tmp_path / "test" / f"misplaced{ending}").touch()
+    notes: list[str] = []
+    if kind == "images":
+        splits = [list_images(tmp_path / split, ("a", "b"), notes) for split in ("train", "test")]
+        found = [[(files.path(n), label) for n, label in enumerate(files.labels.tolist())] for files in splits]
+    elif kind == "videos":
+        videos = read_video_folder(tmp_path, notes)
+        assert videos.classes == ("a", "b")
+        found = [[tuple(sample) for sample in samples] for samples in (videos.train, videos.test)]
+    else:
+        classes, cases = list_classes(tmp_path, notes)
+        assert classes == ("a", "b") and list(cases) == ["train", "test"]
+        found = [[(case.images[0], label) for case, label in split] for split in cases.values()]
+    train, test = tmp_path / "train", tmp_path / "test"
+    assert found == [
+        [(train / f"a/x{ending}", 0), (train / f"b/1{ending}", 1), (train / f"b/2{ending}", 1)],
+        [(test / f"b/3{ending}", 1)],
+    ]
+    assert sorted(note.split(" (expected")[0] for note in notes) == [
+        f"{test}: 1 entry is left out: misplaced{ending}",
+        f"{train}/a: 1 entry is left out: notes.txt",
+    ]
+
+
+def test_folders_that_cannot_be_used(folder: Path) -> None:
+    refuses(lambda: class_names(folder / "gone"), folder / "gone", "no such folder, expected one with a folder")
+    refuses(lambda: class_names(folder / "dog"), folder / "dog", r"has the classes \['deep'\], expected two or more")
+    refuses(lambda: class_folders(folder, ("cat",)), folder / "dog", r"a class that training lacks, it has \['cat'\]")
+    empty = folder.parent / "val"
+    empty.mkdir()
+    refuses(lambda: class_folders(empty, ("cat",)), empty, "has no folder of a class, expected one for each")
+    refuses(lambda: list_files(empty, IMAGES), empty, r"has no file to read, expected \.png, \.jpg")
+    refuses(lambda: list_files(folder / "gone"), folder / "gone", "no such file or folder")
+
+
+def test_links_and_permissions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links are followed, but not round in circles."""
+    other = folder.parent / "other"
+    other.mkdir()
+    (other / "a.png").touch()
+    (folder / "cat" / "more").symlink_to(other)
+    (other / "back").symlink_to(folder / "cat")
+    assert len(list_files(folder / "cat", IMAGES)) == 3
+
+    def forbidden(path: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for name, read in (
+        ("os.scandir", list_files),
+        ("pathlib.Path.is_file", list_files),
+        ("pathlib.Path.is_dir", class_names),
+        ("pathlib.Path.iterdir", lambda path: class_folders(path, ("cat", "dog"))),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, forbidden)
+            with pytest.raises(DataError, match=r"cannot be read \(.*Permission denied"):
+                read(folder)
+
+
+def test_a_name_that_is_not_utf8(folder: Path) -> None:
+    odd = Path(os.fsdecode(bytes(folder) + b"/cat/\xff\xe9.png"))
+    odd.touch()
+    files = list_images(folder, ("cat", "dog"))
+    assert odd in [files.path(number) for number in range(len(files))]
 
 
 def test_volumes(tmp_path: Path) -> None:
-    junk(tmp_path, ".nii.gz")
+    (tmp_path / "dangling.nii.gz").symlink_to("/nowhere")
+    (tmp_path / "folder.nii.gz").mkdir()
+    for name in ("picture.png", "text.txt", ".hidden.nii.gz", "DICOMDIR", "a.mhd", "a.raw"):  # header and voxels
+        (tmp_path / name).touch()
     notes: list[str] = []
     write(tmp_path / "UPPER.NII.GZ", random_image())
     write_series(tmp_path / "series", HU)
-    (tmp_path / "DICOMDIR").write_bytes(b"")
-    for name in ("a.mhd", "a.raw"):  # header and voxels
-        (tmp_path / name).write_bytes(b"")
     assert [case.name for case in find_inputs(tmp_path, 1, notes)] == ["UPPER", "a", "series"]
     assert notes == [
         f"{tmp_path}: 4 entries are left out: dangling.nii.gz, folder.nii.gz, picture.png, ... "
@@ -67,41 +163,6 @@ def test_volumes(tmp_path: Path) -> None:
     find_inputs(tmp_path / "series", 1, notes)
     find_inputs(tmp_path / "UPPER.NII.GZ", 1, notes)
     assert notes == []
-
-
-def test_classes_of_volumes(tmp_path: Path) -> None:
-    for part in ("train", "test"):
-        for name in ("x", "y"):
-            write(tmp_path / part / name / "0.nii.gz", random_image())
-    junk(tmp_path / "train" / "x", ".nii")
-    (tmp_path / "test" / "0.nii.gz").write_bytes(b"")
-    notes: list[str] = []
-    list_classes(tmp_path, notes)
-    assert [note[: note.index(" (")] for note in notes] == [
-        f"{tmp_path}/train/x: 4 entries are left out: dangling.nii, folder.nii, picture.png, ...",
-        f"{tmp_path}/test: 1 entry is left out: 0.nii.gz",
-    ]
-
-
-@pytest.mark.parametrize("ending", [".mp4", ".M4V", ".mpg", ".MPEG", ".gif"])
-def test_videos(tmp_path: Path, ending: str) -> None:
-    for split in ("train", "test"):
-        for name in ("x", "y"):
-            (tmp_path / split / name).mkdir(parents=True)
-            (tmp_path / split / name / f"a{ending}").write_bytes(b"")
-    junk(tmp_path / "train" / "y", ending)
-    (tmp_path / "test" / f"misplaced{ending}").write_bytes(b"")
-    notes: list[str] = []
-    found = read_video_folder(tmp_path, notes)
-    assert [sample.path.name for sample in found.train] == [f"a{ending}"] * 2
-    left = f"y/dangling{ending}, y/folder{ending}, y/picture.png, ..."
-    assert [note[: note.index(" (")] for note in notes] == [
-        f"{tmp_path}/train: 4 entries are left out: {left}",
-        f"{tmp_path}/test: 1 entry is left out: misplaced{ending}",
-    ]
-    notes.clear()
-    assert len(find_videos(tmp_path, notes)) == 5
-    assert len(notes) == 1 and "4 entries are left out: train/y/dangling" in notes[0]
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folds import first_of_each, parts, read_groups
+from ndlightnet.data.folds import assign_folds, first_of_each, read_groups
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 7))
 def test_neighbours_stay_together_and_classes_are_even(labels, count):
-    found = parts(labels, count)
+    found = assign_folds(labels, count)
     assert len(found) == len(labels) and {*found} <= {*range(count)}
     for label in set(labels):
         own = [part for part, other in zip(found, labels, strict=True) if other == label]
@@ -24,14 +24,14 @@ def test_neighbours_stay_together_and_classes_are_even(labels, count):
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_no_group_is_in_two_parts(count):
+def test_no_group_is_in_two_folds(count):
     groups = [f"patient {n // 4}" for n in range(80)]
     labels = [n // 4 % 3 for n in range(80)]
-    found = parts(labels, count, groups)
+    found = assign_folds(labels, count, groups)
     assert {*found} == {*range(count)}
     of = {group: {p for p, g in zip(found, groups, strict=True) if g == group} for group in groups}
     assert all(len(own) == 1 for own in of.values())
-    assert parts(labels, count, groups) == found  # the same in every run
+    assert assign_folds(labels, count, groups) == found  # the same in every run
     for part in range(count):
         own = Counter(label for label, p in zip(labels, found, strict=True) if p == part)
         assert all(own[label] > 0 for label in range(3))
@@ -50,8 +50,8 @@ def test_a_fraction_of_each_class_is_its_beginning():
 
 
 def test_too_few_groups():
-    with pytest.raises(DataError, match="groups: 2 of them, expected 3 or more, one for each part"):
-        parts([0, 1, 0, 1], 3, ["a", "b", "a", "b"])
+    with pytest.raises(DataError, match="groups: 2 of them, expected 3 or more, one for each fold"):
+        assign_folds([0, 1, 0, 1], 3, ["a", "b", "a", "b"])
 
 
 def table(root: Path, *rows: dict[str, str]) -> None:

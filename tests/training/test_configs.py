@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from ndlightnet.data.image.image_folder import class_names
+from ndlightnet.data.folders import class_names
 from ndlightnet.data.image.image_sets import read_images
 from ndlightnet.data.made import moving_phantoms
 from ndlightnet.data.made.digits import DIGITS, MOTIONS

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume import file_grid as grid
+from ndlightnet.data.volume import file_grid
 
 T = TypeVar("T")
 GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B")  # Pillow's modes of one channel
@@ -50,7 +50,7 @@ def open_image(path: Path) -> Iterator[Any]:
         if (pages := getattr(file, "n_frames", 1)) > 1 and file.format != "MPO":
             raise DataError(f"{path}: has {pages} pages, expected a picture of one")
         shape = (*file.size, len(file.getbands()))
-        grid.check_size(path, shape, 4, grid.MEMORY, "this machine's memory")
+        file_grid.check_size(path, shape, 4, file_grid.MEMORY, "this machine's memory")
         if file.format == "TIFF":
             if (turn := orientation(file)) > 4:  # Pillow 13.0 swaps its sides twice
                 raise DataError(f"{path}: orientation tag {turn}, expected an upright TIFF")

@@ -6,7 +6,7 @@ Nothing is decoded before a batch needs it, so a million files are listed in sec
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import TRIES, DataError, readable
-from ndlightnet.data.folders import report_skipped
+from ndlightnet.data.folders import class_folders, list_files
 from ndlightnet.data.image.image_files import decode, has_deep_colours, largest_of, open_image
 from ndlightnet.data.sampling import linspace_indices
 
@@ -54,84 +54,30 @@ class ImageFiles:
         return ImageFiles(self.root, self.names[at], self.labels[at])
 
 
-def class_names(part: Path) -> tuple[str, ...]:
-    """Return the names of the class folders in `part`, sorted; DataError for fewer than two."""
-    _check_folder(part)
-    with readable(part), os.scandir(part) as entries:
-        names = sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
-    if len(names) < 2:
-        raise DataError(f"{part}: has the classes {names}, expected two or more folders of images")
-    return tuple(names)
-
-
-def list_images(part: Path, classes: Sequence[str], notes: list[str] | None = None) -> ImageFiles:
-    """Return the images in `part/CLASS`, at any depth, sorted; hidden entries are no images.
-
-    A line on files that are left out of each folder is added to `notes`. DataError for a class that
-    `classes` lack, for a class folder without an image and for no class folder.
-    """
-    _check_folder(part)
-    names, labels, beside = [], [], []
-    with readable(part):
-        entries = sorted(part.iterdir())
-    for entry in entries:
-        if not entry.is_dir():
-            beside.append(entry)
-        elif not entry.name.startswith("."):
-            if entry.name not in classes:
-                raise DataError(f"{entry}: a class that training lacks, it has {list(classes)}")
-            found = _images(entry, notes)
-            names += [os.fsencode(f"{entry.name}/{file}") for file in found]
-            labels += [classes.index(entry.name)] * len(found)
-    if not names:
-        raise DataError(f"{part}: has no folder of a class, expected one for each")
-    report_skipped(beside, part, "a folder for each class", notes)
-    return ImageFiles(part, np.array(names, np.bytes_), np.array(labels, np.int64))
-
-
-def _check_folder(part: Path) -> None:
-    with readable(part):
-        here = part.is_dir()
-    if not here:
-        raise DataError(f"{part}: no such folder, expected one with a folder for each class")
+def list_images(split: Path, classes: Sequence[str], notes: list[str] | None = None) -> ImageFiles:
+    """Return the images in `split/CLASS`, at any depth, with the numbers of their classes. A line on other files of
+    each folder is added to `notes`. DataError as `class_folders`, and for a class folder without an image."""
+    names: list[bytes] = []
+    labels: list[int] = []
+    for folder, label in class_folders(split, classes, notes):
+        files = list_files(folder, ENDINGS, notes)
+        names += _names(split, files)
+        labels += [label] * len(files)
+    return ImageFiles(split, np.array(names, np.bytes_), np.array(labels, np.int64))
 
 
 def find_images(path: str | Path, notes: list[str] | None = None) -> ImageFiles:
     """Return a file, or the images of a folder at any depth, with labels 0; DataError if none."""
     path = Path(path)
-    with readable(path):
-        here = path.exists()
-    if not here:
-        raise DataError(f"{path}: no such file or folder")
-    root, found = (path.parent, [path.name]) if path.is_file() else (path, _images(path, notes))
-    names = np.array([os.fsencode(file) for file in found], np.bytes_)
-    return ImageFiles(root, names, np.zeros(len(found), np.int64))
+    files = list_files(path, ENDINGS, notes)
+    root = path.parent if path.is_file() else path
+    return ImageFiles(root, np.array(_names(root, files), np.bytes_), np.zeros(len(files), np.int64))
 
 
-def _images(folder: Path, notes: list[str] | None) -> list[str]:
-    """Return the images of a folder, at any depth, as paths from it; DataError if there is none."""
-    images: list[str] = []
-    others: list[str] = []
-    with readable(folder):  # links that go round in circles, folders without permission
-        for file in _files(folder):
-            (images if file.lower().endswith(ENDINGS) else others).append(file)
-    if not images:
-        raise DataError(f"{folder}: has no image, expected {', '.join(ENDINGS)}")
-    report_skipped((folder / file for file in others), folder, "images", notes)
-    return images
-
-
-def _files(folder: str | Path, before: str = "") -> Iterator[str]:
-    """Yield the files of a folder, at any depth, sorted, without the hidden ones: paths from it,
-    after `before`."""
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                yield from _files(entry.path, f"{before}{entry.name}/")
-            else:
-                yield before + entry.name
+def _names(root: Path, files: Sequence[str]) -> list[bytes]:
+    """Return the paths of files below `root`, from there."""
+    start = len(os.path.join(root, ""))
+    return [os.fsencode(file[start:]) for file in files]
 
 
 def read_image(path: Path, channels: int) -> Image.Image:

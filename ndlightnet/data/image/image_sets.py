@@ -53,17 +53,17 @@ def read_images(path: str | Path) -> dict[str, ImageSet]:
     path = Path(path)
     if path.is_dir():
         arrays = {
-            (part, kind): read_idx(path / f"{theirs}-{kind}-idx{axes}-ubyte")
-            for part, theirs in IDX.items()
+            (split, kind): read_idx(path / f"{file_name}-{kind}-idx{axes}-ubyte")
+            for split, file_name in IDX.items()
             for kind, axes in (("images", 3), ("labels", 1))
         }
     else:
         arrays = _read_npz(path)
-    parts = {}
-    for part in ("train", "val", "test"):
-        if (part, "images") not in arrays and part == "val":
+    splits = {}
+    for split in ("train", "val", "test"):
+        if (split, "images") not in arrays and split == "val":
             continue
-        images, labels = arrays[part, "images"], arrays[part, "labels"]
+        images, labels = arrays[split, "images"], arrays[split, "labels"]
         if (
             images.dtype != np.uint8
             or images.ndim < 2
@@ -73,17 +73,17 @@ def read_images(path: str | Path) -> dict[str, ImageSet]:
             or images.shape[1:] != arrays["train", "images"].shape[1:]
         ):
             raise DataError(
-                f"{path}: {part} has images {images.shape} {images.dtype} and labels "
+                f"{path}: {split} has images {images.shape} {images.dtype} and labels "
                 f"{labels.shape} {labels.dtype}: expected uint8 images of one size, with one or "
                 "more axes, and a whole number for each"
             )
         if images.ndim > 3 and images.shape[-1] == 3:  # MedMNIST's colour images, (n, 28, 28, 3)
             raise DataError(
-                f"{path}: {part} has images {images.shape} with a last axis of 3, which is colour: "
+                f"{path}: {split} has images {images.shape} with a last axis of 3, which is colour: "
                 "expected grey images (n, *space)"
             )
-        parts[part] = ImageSet(torch.from_numpy(images), torch.from_numpy(labels.reshape(-1).astype(np.int64)))
-    return parts
+        splits[split] = ImageSet(torch.from_numpy(images), torch.from_numpy(labels.reshape(-1).astype(np.int64)))
+    return splits
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -92,20 +92,20 @@ def read_idx(path: Path) -> np.ndarray:
 
     torchvision's reader is not used: for a damaged file it raises an AssertionError without a name.
     """
-    packed = path.with_name(path.name + ".gz")
-    found = path if path.is_file() else packed
-    if not found.is_file():
-        raise DataError(f"{path}: no such file, nor {packed.name}")
+    compressed = path.with_name(path.name + ".gz")
+    file = path if path.is_file() else compressed
+    if not file.is_file():
+        raise DataError(f"{path}: no such file, nor {compressed.name}")
     try:
-        content = found.read_bytes()
-        content = gzip.decompress(content) if found == packed else content
+        content = file.read_bytes()
+        content = gzip.decompress(content) if file == compressed else content
     except DAMAGED as error:
-        raise DataError(f"{found}: damaged, or cannot be read") from error
+        raise DataError(f"{file}: damaged, or cannot be read") from error
     axes = content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
     start = 4 + 4 * axes
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4)]
     if not axes or len(content) != start + math.prod(shape):
-        raise DataError(f"{found}: damaged, or not bytes in the IDX format")
+        raise DataError(f"{file}: damaged, or not bytes in the IDX format")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
 
 
@@ -115,10 +115,10 @@ def _read_npz(path: Path) -> dict[tuple[str, str], np.ndarray]:
     try:
         with fitting(path), np.load(path, allow_pickle=False) as file:
             return {
-                (part, kind): file[f"{part}_{kind}"]
-                for part in ("train", "val", "test")
+                (split, kind): file[f"{split}_{kind}"]
+                for split in ("train", "val", "test")
                 for kind in ("images", "labels")
-                if part != "val" or "val_images" in file
+                if split != "val" or "val_images" in file
             }
     except DataError:
         raise
@@ -162,13 +162,13 @@ class Batches:
         self.data, self.size, self.replica = data, size, replica
 
     def __len__(self) -> int:
-        own = len(range(self.replica[0], len(self.data), self.replica[1]))
-        return -(-own // self.size)
+        count = len(range(self.replica[0], len(self.data), self.replica[1]))
+        return -(-count // self.size)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        yield from map(self._batch, self._own(torch.arange(len(self.data))))
+        yield from map(self._batch, self._batches(torch.arange(len(self.data))))
 
-    def _own(self, order: Tensor) -> tuple[Tensor, ...]:
+    def _batches(self, order: Tensor) -> tuple[Tensor, ...]:
         return order[self.replica[0] :: self.replica[1]].split(self.size)[: len(self)]
 
     def _batch(self, numbers: Tensor) -> tuple[Tensor, ...]:
@@ -217,7 +217,7 @@ class ShuffledBatches(Batches):
         order = torch.randperm(len(self.data), generator=rng)
         # different shifts and flips on each replica
         rng.manual_seed(mixed(self.seed, self.epoch, 1 + self.replica[0]))
-        for numbers in self._own(order):
+        for numbers in self._batches(order):
             each = (len(numbers), len(self.flips))
             shifts = torch.randint(-self.shift, self.shift + 1, each, generator=rng)
             flips = (torch.rand(each, generator=rng) < 0.5) & self.flips

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
 from ndlightnet.data.image.image_files import of_any_size
+from ndlightnet.data.sampling import seeded_draws
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, pixels from 0 to 1
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
-Ways = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Mixing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,17 @@ class RandAugment:
     magnitude: int = 9
     num_magnitude_bins: int = 31
 
+    def transform(self, fill: Sequence[int]) -> Any:
+        """Return the transform; fill: the colour, one number per channel, of what an operation leaves empty."""
+        bins, mode = self.num_magnitude_bins, InterpolationMode.BILINEAR
+        return v2.RandAugment(self.num_ops, self.magnitude, bins, mode, list(fill))
+
 
 def central_crop(image: Image.Image, space: tuple[int, int], pct: float, interpolation: Interpolation) -> Image.Image:
     """Return the middle of an image at size `space` (height, width): the largest part with these
     proportions, of which a centred fraction `pct` along each axis is kept. An enlarged copy of the
     whole image is never made, whatever its proportions are."""
-    scale = pct * min(side / wanted for side, wanted in zip(image.size, space[::-1], strict=True))
+    scale = pct * min(side / size for side, size in zip(image.size, space[::-1], strict=True))
     # rounding must not lead out of the image, which Pillow refuses
     width, height = (min(scale * n, side) for n, side in zip(space[::-1], image.size, strict=True))
     left, top = (image.width - width) / 2, (image.height - height) / 2
@@ -86,15 +91,7 @@ def training(
     if hflip:
         steps.append(v2.RandomHorizontalFlip(hflip))
     if randaugment is not None:
-        steps.append(
-            v2.RandAugment(
-                randaugment.num_ops,
-                randaugment.magnitude,
-                randaugment.num_magnitude_bins,
-                InterpolationMode.BILINEAR,
-                list(fill),
-            )
-        )
+        steps.append(randaugment.transform(fill))
     if color_jitter:
         steps.append(v2.ColorJitter(color_jitter, color_jitter, color_jitter))
     steps.append(v2.PILToTensor())
@@ -103,18 +100,15 @@ def training(
     return v2.Compose(steps)
 
 
-def mixing(mixup: float, cutmix: float, classes: int) -> Ways | None:
+def mixing(mixup: float, cutmix: float, classes: int) -> Mixing | None:
     """Return MixUp or CutMix of these alphas (0: not), at random if both, on batches of images and
     labels; the labels become (batch, classes) floats. None if both are 0."""
-    ways = [v2.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
-    ways += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
-    return v2.RandomChoice(ways) if ways else None
+    transforms = [v2.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
+    transforms += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
+    return v2.RandomChoice(transforms) if transforms else None
 
 
-def seeded(ways: Ways, seed: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `ways` of a batch, with draws that follow from `seed` alone; torch's generator is as
-    before."""
-    with torch.random.fork_rng(devices=[]):
-        # `torch.manual_seed` would seed the GPUs as well, and so change dropout
-        torch.default_generator.manual_seed(seed)
-        return ways(images, labels)
+def seeded(mix: Mixing, seed: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a mixed batch, with draws that follow from `seed` alone; torch's generator stays as it is."""
+    with seeded_draws(seed):
+        return mix(images, labels)

@@ -8,22 +8,20 @@ uniform position along any path leaves it uniform, so in every frame of every cl
 are equally likely. Each frame is encoded separately, so that the codec leaks no motion into it.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.made.drawn_set import draw_once
 from ndlightnet.data.media import write_video
 
 MOTIONS = ("anticlockwise", "clockwise", "down", "left", "right", "up")
 DIGITS = tuple("0123456789")
 VERSION = 1  # of the files; to be raised when a change gives other pixels for the same arguments
-RECORD = "digits.json"  # the arguments of a finished set
 TEST_SOURCES = 297  # of the 1797 images of digits; the others are for train
 FPS = 12
 
@@ -47,24 +45,26 @@ def make_moving_digits(
     appears when all is written. DataError if it holds anything else; ValueError for
     fewer clips than motions, fewer than 2 frames, or a size that is odd or under 24.
     """
+    from rich.progress import track
+
     if min(train, test) < len(MOTIONS) or frames < 2 or size < 24 or size % 2:
         raise ValueError(
             f"at least {len(MOTIONS)} clips in train and test, 2 frames, and an even size from 24 "
-            f"wanted, got {train=}, {test=}, {frames=}, {size=}"
+            f"expected, got {train=}, {test=}, {frames=}, {size=}"
         )
-    record = dict(version=VERSION, train=train, test=test, frames=frames, size=size, seed=seed)
+    record = dict(kind="moving digits", version=VERSION, train=train, test=test, frames=frames, size=size, seed=seed)
+    files = _numbers(train, test, seed)
 
-    def draw(made: Path) -> Iterator[None]:
+    def draw(draft: Path) -> None:
         images, sources = _sources(seed)
-        for split, number, rng in _numbers(train, test, seed):
+        for split, number, rng in track(files, "drawing moving digits", train + test, disable=not progress):
             motion = MOTIONS[number % len(MOTIONS)]
             source = int(rng.choice(sources[split]))
-            path = _file(made, split, motion, number, source, "mp4")
+            path = _file(draft, split, motion, number, source, "mp4")
             pictures = _draw(images[source], _path(motion, frames, size, rng), size, rng)
             write_video(path, pictures, FPS)
-            yield
 
-    return _made(folder, record, draw, train + test, "drawing moving digits", progress)
+    return draw_once(folder, record, draw)
 
 
 def make_coloured_digits(
@@ -77,47 +77,28 @@ def make_coloured_digits(
     Names, sources, a set that exists, and errors are as those of `make_moving_digits`.
     """
     from PIL import Image
+    from rich.progress import track
 
     if min(train, test) < len(DIGITS) or size < 16:
         raise ValueError(
-            f"at least {len(DIGITS)} pictures in train and test, and a size from 16 wanted, got "
+            f"at least {len(DIGITS)} pictures in train and test, and a size from 16 expected, got "
             f"{train=}, {test=}, {size=}"
         )
-    record = dict(version=VERSION, train=train, test=test, size=size, seed=seed)
+    record = dict(kind="coloured digits", version=VERSION, train=train, test=test, size=size, seed=seed)
+    files = _numbers(train, test, seed)
 
-    def draw(made: Path) -> Iterator[None]:
+    def draw(draft: Path) -> None:
         images, sources = _sources(seed)
         labels = _labels()
-        for split, number, rng in _numbers(train, test, seed):
+        for split, number, rng in track(files, "drawing coloured digits", train + test, disable=not progress):
             digit = number % len(DIGITS)
             source = int(rng.choice([n for n in sources[split] if labels[n] == digit]))
             glyph = int(rng.integers(size * 5 // 8, size * 7 // 8 + 1))
             middle = size / 2 + rng.uniform(-1, 1, (1, 2)) * (size - glyph) / 2
-            path = _file(made, split, DIGITS[digit], number, source, "png")
+            path = _file(draft, split, DIGITS[digit], number, source, "png")
             Image.fromarray(_draw(images[source], middle, size, rng, glyph)[0]).save(path)
-            yield
 
-    return _made(folder, record, draw, train + test, "drawing coloured digits", progress)
-
-
-def _made(
-    folder: Path, record: dict[str, int], draw: Callable[[Path], Iterator[None]], count: int, title: str, progress: bool
-) -> Path:
-    """Return `folder` with the `count` files of `draw`, unless it has them already."""
-    from rich.progress import track
-
-    folder = Path(folder)
-    if _holds(folder, record):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        made = Path(scratch) / "digits"
-        for _ in track(draw(made), title, count, disable=not progress):
-            pass
-        (made / RECORD).write_text(json.dumps(record))
-        if not _holds(folder, record):  # another process may have been quicker
-            made.rename(folder)
-    return folder
+    return draw_once(folder, record, draw)
 
 
 def _sources(seed: int) -> tuple[Array, dict[str, npt.NDArray[np.int64]]]:
@@ -134,23 +115,10 @@ def _numbers(train: int, test: int, seed: int) -> Iterator[tuple[str, int, np.ra
             yield split, number, np.random.default_rng([seed, number, split == "test"])
 
 
-def _file(made: Path, split: str, kind: str, number: int, source: int, ending: str) -> Path:
-    path = made / split / kind / f"{number:05d}-source{source:04d}.{ending}"
+def _file(folder: Path, split: str, kind: str, number: int, source: int, ending: str) -> Path:
+    path = folder / split / kind / f"{number:05d}-source{source:04d}.{ending}"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _holds(folder: Path, record: dict[str, int]) -> bool:
-    """Return whether the set exists: False for no folder or an empty one, DataError for others."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return False
-    try:
-        found = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: holds something else than made digits") from error
-    if found != record:
-        raise DataError(f"{folder}: holds digits made with other arguments: {found}")
-    return True
 
 
 def _source_images() -> Array:
@@ -176,8 +144,8 @@ def still_digits(size: int) -> dict[str, tuple[npt.NDArray[np.uint8], npt.NDArra
     images = np.stack([_smooth(image, size) for image in _source_images()])
     pixels, labels = (images * 255).round().astype(np.uint8), _labels().astype(np.int64)
     order = np.random.default_rng(0).permutation(len(labels))
-    parts = {"train": order[TEST_SOURCES:], "test": order[:TEST_SOURCES]}
-    return {part: (pixels[numbers], labels[numbers]) for part, numbers in parts.items()}
+    splits = {"train": order[TEST_SOURCES:], "test": order[:TEST_SOURCES]}
+    return {split: (pixels[numbers], labels[numbers]) for split, numbers in splits.items()}
 
 
 def _path(motion: str, frames: int, size: int, rng: np.random.Generator) -> Array:
@@ -208,9 +176,9 @@ def _draw(
     shift = np.exp(-2j * np.pi * (rows * wave[:, None] + columns * wave))
     ink = np.fft.ifft2(np.fft.fft2(stamp) * shift).real.clip(0, 1)[..., None]
 
-    hue, other = rng.uniform(0, 1, 2)
+    hue, ground_hue = rng.uniform(0, 1, 2)
     texture = _smooth(rng.uniform(0, 1, (5, 5)), size)[..., None]
-    ground = texture * _colour(other, 0.42) + (1 - texture) * _colour(other + 0.2, 0.16)
+    ground = texture * _colour(ground_hue, 0.42) + (1 - texture) * _colour(ground_hue + 0.2, 0.16)
     picture = ground + ink * (_colour(hue, 1.0) - ground)
     picture = picture + rng.normal(0, 0.015, picture.shape)
     return (picture.clip(0, 1) * 255).round().astype(np.uint8)

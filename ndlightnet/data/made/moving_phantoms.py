@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ndlightnet.data.made.drawn_set import Drawn, make_set
+from ndlightnet.data.made.drawn_set import Drawn, draw_cases, place_in_scanner
 
 LABELS = ("background", "still nodule", "moving nodule", "artery", "vein")
 STILL, MOVING, ARTERY, VEIN = range(1, 5)
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 def make_moving_phantoms(folder: Path, training: int = 24, test: int = 8, seed: int = 0, progress: bool = True) -> Path:
-    """Writes `training + test` labelled series into `folder` and returns it, see `make_set`.
+    """Writes `training + test` labelled series into `folder` and returns it, see `draw_cases`.
 
     Images are int16 Hounsfield units, labels uint8, (x, y, z, frames): about (28, 28, 20) voxels of
     4 x 4 x 5 mm and eight frames, half a second apart; the axes run to the right, front and head in
@@ -40,7 +40,7 @@ def make_moving_phantoms(folder: Path, training: int = 24, test: int = 8, seed: 
         "labels": {str(number): name for number, name in enumerate(LABELS)},
     }
     numbers = {"recipe": RECIPE, "training": training, "test": test, "seed": seed}
-    return make_set(folder, "moving_phantom", numbers, listing, draw_moving_phantom, progress, TIME_STEP)
+    return draw_cases(folder, "moving_phantom", numbers, listing, draw_moving_phantom, progress, TIME_STEP)
 
 
 def draw_moving_phantom(rng: np.random.Generator) -> Drawn:
@@ -77,13 +77,7 @@ def draw_moving_phantom(rng: np.random.Generator) -> Drawn:
             label[cells, frame] = number
 
     image = image + rng.normal(0, NOISE, image.shape)
-    affine = np.diag([*spacing, 1.0])
-    affine[:3, 3] = (rng.uniform(-40, 40, 3) - spacing * (shape - 1) / 2).round(2)
-    if rng.random() < 0.5:  # index order to the left and back, as scanners store; same positions
-        image, label = image[::-1, ::-1], label[::-1, ::-1]
-        affine[:2, 3] += spacing[:2] * (shape[:2] - 1)
-        affine[:2, :2] *= -1
-    return np.ascontiguousarray(image.round().astype(np.int16)), np.ascontiguousarray(label), affine
+    return place_in_scanner(image, label, spacing, rng)
 
 
 def _tube(xyz: Floats, extent: Floats, rng: np.random.Generator) -> NDArray[np.bool_]:
@@ -105,7 +99,7 @@ def _apart(centres: list[Floats], extent: Floats, rng: np.random.Generator) -> F
     least = 34.0
     while True:
         centre = rng.uniform(-0.62, 0.62, 3) * extent
-        free = all(np.linalg.norm(centre - other) > least for other in centres)
+        free = all(np.linalg.norm(centre - centre_before) > least for centre_before in centres)
         if free and ((centre / extent) ** 2).sum() < 0.6:
             centres.append(centre)
             return centre

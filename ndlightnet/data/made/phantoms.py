@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import avg_pool3d, interpolate
 
-from ndlightnet.data.made.drawn_set import make_set
+from ndlightnet.data.made.drawn_set import Drawn, draw_cases, place_in_scanner
 
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
@@ -26,7 +26,7 @@ WOBBLE = 5.0  # mm: how far the smooth random warp moves an outline
 
 
 def make_phantoms(folder: Path, training: int = 24, test: int = 6, seed: int = 0, progress: bool = True) -> Path:
-    """Writes `training + test` labelled CT phantoms into `folder` and returns it, see `make_set`.
+    """Writes `training + test` labelled CT phantoms into `folder` and returns it, see `draw_cases`.
 
     Images are int16 Hounsfield units, labels uint8, about (64, 52, 40) voxels of 5-6 x 5-6 x 6-8
     mm; the axes run to the right, front and head in some cases and to the left, back and head in
@@ -40,10 +40,10 @@ def make_phantoms(folder: Path, training: int = 24, test: int = 6, seed: int = 0
         "labels": {str(number): name for number, name in enumerate(LABELS)},
     }
     numbers = {"recipe": RECIPE, "training": training, "test": test, "seed": seed}
-    return make_set(folder, "phantom", numbers, listing, draw_phantom, progress)
+    return draw_cases(folder, "phantom", numbers, listing, draw_phantom, progress)
 
 
-def draw_phantom(rng: np.random.Generator) -> tuple[NDArray[np.int16], NDArray[np.uint8], NDArray[np.float64]]:
+def draw_phantom(rng: np.random.Generator) -> Drawn:
     """Draw a phantom: image (x, y, z), HU; label (x, y, z); affine (4, 4), indices to RAS mm."""
     shape = np.array([64, 52, 40]) + rng.integers(-3, 4, 3)
     in_plane = rng.uniform(5.3, 5.9)
@@ -61,13 +61,7 @@ def draw_phantom(rng: np.random.Generator) -> tuple[NDArray[np.int16], NDArray[n
     noise = (white + 2 * avg_pool3d(white, 3, 1, 1))[0, 0].numpy()
     image = np.clip(image + noise / noise.std() * rng.uniform(8, 22), -1024, 3071)
 
-    affine = np.diag([*spacing, 1.0])
-    affine[:3, 3] = (rng.uniform(-40, 40, 3) - spacing * (shape - 1) / 2).round(2)
-    if rng.random() < 0.5:  # index order to the left and back, as scanners store; same positions
-        image, label = image[::-1, ::-1], label[::-1, ::-1]
-        affine[:2, 3] += spacing[:2] * (shape[:2] - 1)
-        affine[:2, :2] *= -1
-    return np.ascontiguousarray(image.round().astype(np.int16)), np.ascontiguousarray(label), affine
+    return place_in_scanner(image, label, spacing, rng)
 
 
 def _blocks(fine: NDArray[Any]) -> NDArray[Any]:

@@ -139,11 +139,11 @@ def simple_forecasts(values: Tensor, horizon: int) -> dict[str, Tensor]:
     length = values.shape[1]
     hours = torch.arange(horizon) % DAY
     # days are counted back from the end of the input: hour h of the forecast is row h of a day
-    whole = values[:, length % DAY :].unflatten(1, (-1, DAY))
+    days = values[:, length % DAY :].unflatten(1, (-1, DAY))
     return {
         "last_value": values[:, -1:].expand(-1, horizon, -1),
-        "last_day": whole[:, -1, hours],
-        "mean_day": whole.mean(1)[:, hours],
+        "last_day": days[:, -1, hours],
+        "mean_day": days.mean(1)[:, hours],
     }
 
 

@@ -52,12 +52,12 @@ def read_audio(path: Path) -> tuple[Tensor, int]:
             frames = list(file.decode(audio=0))
     except av.error.FFmpegError as error:
         raise DataError(f"{path}: damaged, or not audio that can be read") from error
-    parts = [frame.to_ndarray().reshape(-1) for frame in frames]
-    if not parts:
+    blocks = [frame.to_ndarray().reshape(-1) for frame in frames]
+    if not blocks:
         raise DataError(f"{path}: has no samples")
-    if any(part.dtype != np.int16 or len(part) != frame.samples for part, frame in zip(parts, frames, strict=True)):
+    if any(block.dtype != np.int16 or len(block) != frame.samples for block, frame in zip(blocks, frames, strict=True)):
         raise DataError(f"{path}: expected one channel of 16 bits a sample")
-    return torch.from_numpy(np.concatenate(parts)), rate
+    return torch.from_numpy(np.concatenate(blocks)), rate
 
 
 def read_recordings(folder: str | Path) -> Recordings:

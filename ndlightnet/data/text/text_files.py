@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.folders import list_files
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 
@@ -89,21 +90,9 @@ class Windows(Dataset[tuple[Tensor, int]]):
 
 
 def find_texts(path: str | Path) -> list[Path]:
-    """List the file `path`, or the files of a folder at any depth, sorted by name; hidden ones are
-    left out. DataError if there are none."""
-    path = Path(path)
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"{path}: no such file or folder")
-    files = [
-        one
-        for one in sorted(path.rglob("*"))
-        if one.is_file() and not any(x.startswith(".") for x in one.relative_to(path).parts)
-    ]
-    if not files:
-        raise DataError(f"{path}: holds no file")
-    return files
+    """List the file `path`, or the files of a folder at any depth; hidden ones are left out. DataError if there are
+    none."""
+    return [Path(file) for file in list_files(Path(path))]
 
 
 class Texts(Dataset[dict[str, Any]]):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class FrameCache:
-    """Tensors uint8 by number, which the processes of a loader put and get, started after it.
+    """Videos (frames, height, width, 3) uint8 by number, which the processes of a loader put and get, started after it.
 
     They lie in a file of the folder for temporary files, at most `limit` bytes: the operating
     system keeps in memory what is used, as far as there is room. What does not fit, also for lack
@@ -24,13 +24,12 @@ class FrameCache:
     Args:
         count: numbers go from 0 to count - 1.
         limit: of the file (bytes).
-        axes: of the tensors.
     """
 
-    def __init__(self, count: int, limit: int, axes: int = 4) -> None:
+    def __init__(self, count: int, limit: int) -> None:
         # shared by all processes: where each tensor begins (-1: not held), its shape, bytes in use
         self.starts = torch.full((count,), -1).share_memory_()
-        self.shapes = torch.zeros(count, axes, dtype=torch.int64).share_memory_()
+        self.shapes = torch.zeros(count, 4, dtype=torch.int64).share_memory_()
         self.used = torch.zeros(1, dtype=torch.int64).share_memory_()
         self.limit, self.lock = limit, torch.multiprocessing.get_context("spawn").Lock()
         handle, name = tempfile.mkstemp(prefix="ndlightnet-frames-")

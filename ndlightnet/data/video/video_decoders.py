@@ -53,11 +53,11 @@ Decoder = type[TorchCodec] | type[Decord]
 @cache  # torchcodec looks for FFmpeg for a while before it gives up
 def decoders() -> tuple[Decoder, ...]:
     """Return those that can be used here, the quickest first."""
-    found: list[Decoder] = []
+    usable: list[Decoder] = []
     for module, decoder in (("torchcodec.decoders", TorchCodec), ("decord", Decord)):
         try:
             import_module(module)
         except (ImportError, OSError, RuntimeError):  # torchcodec without FFmpeg's libraries
             continue
-        found.append(decoder)
-    return tuple(found)
+        usable.append(decoder)
+    return tuple(usable)

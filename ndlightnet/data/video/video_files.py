@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folders import NAMED, report_skipped
+from ndlightnet.data.folders import NAMED, class_folders, class_names, list_files
 from ndlightnet.data.media import open_media
 from ndlightnet.data.threads import in_threads
 from ndlightnet.data.video.film import ORIENTATIONS, choose_film
@@ -24,7 +24,6 @@ from ndlightnet.data.video.video_decoders import Decoder, TorchCodec, decoders
 from ndlightnet.data.video.video_transforms import check_sides, even_indices, shrink
 
 ENDINGS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".gif")
-WANTED = ", ".join(ENDINGS)
 # Where decoders that seek find the right frames: containers and codecs by FFmpeg's names, and the
 # width in pixels from which on decord 0.6 reads padded rows correctly.
 CONTAINERS, CODECS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"), ("h264", "vp8", "vp9")
@@ -59,10 +58,10 @@ class PyAVReader:
                 packets = [(p.pts, p.is_keyframe, p.is_discard) for p in _packets(film)]
                 self._length = sum(not discarded for _, _, discarded in packets)
                 self.fps = float(film.average_rate or 0)
-                known = file.format.name in CONTAINERS and film.codec_context.name in CODECS
+                seekable = file.format.name in CONTAINERS and film.codec_context.name in CODECS
                 # decord turns frames as an old tag says, which no player does any more
                 tagged = "rotate" in map(str.lower, film.metadata)
-                sure = known and film.width >= NARROW and not note and not tagged
+                sure = seekable and film.width >= NARROW and not note and not tagged
                 self.seeks = _seeks(packets) if sure else []
         except av.error.FFmpegError as error:
             raise DataError(f"{self.path}: not a video that can be read") from error
@@ -93,24 +92,24 @@ class PyAVReader:
         """Return the same, not yet shown by `display`."""
         import av
 
-        wanted = _checked(indices, len(self))
-        if min(wanted) < self._position:
+        numbers = _checked(indices, len(self))
+        if min(numbers) < self._position:
             self._restart()
-        kept = dict.fromkeys(wanted, torch.empty(0))
+        chosen = dict.fromkeys(numbers, torch.empty(0))
         try:
-            for number in range(self._position, max(wanted) + 1):
+            for number in range(self._position, max(numbers) + 1):
                 frame = next(self._decoded)
                 if number == 0:  # size and orientation may change: all get the first one's
                     self._size = frame.width, frame.height
                     self.display = self.display.oriented(frame, self.path)
-                if number in kept:
+                if number in chosen:
                     scaled = self._scale.reformat(frame, *self._size, format="rgb24")
-                    kept[number] = torch.from_numpy(scaled.to_ndarray())
+                    chosen[number] = torch.from_numpy(scaled.to_ndarray())
                 self._position = number + 1
         except (StopIteration, av.error.FFmpegError) as error:
             self._position = len(self)  # the next request starts over
             raise DataError(f"{self.path}: damaged, some frames cannot be decoded") from error
-        return torch.stack([kept[number] for number in wanted])
+        return torch.stack([chosen[number] for number in numbers])
 
 
 def _packets(film: Any) -> Iterator[Any]:
@@ -132,10 +131,10 @@ def _seeks(packets: Sequence[tuple[int | None, bool, bool]]) -> list[int]:
     times = [time for time, _, discarded in packets if time is not None and not discarded]
     if len(times) < len(packets):
         return []
-    shown = sorted(range(len(times)), key=times.__getitem__)
-    last = list(accumulate(shown, max))  # last decoded of the frames shown so far
+    display_order = sorted(range(len(times)), key=times.__getitem__)
+    last = list(accumulate(display_order, max))  # last decoded of the frames shown so far
     keys = [number for number, (_, is_key, _) in enumerate(packets) if is_key]
-    return keys if all(shown[key] == last[key] == key for key in keys) else []
+    return keys if all(display_order[key] == last[key] == key for key in keys) else []
 
 
 def _decode(path: Path) -> Iterator[Any]:
@@ -183,11 +182,11 @@ class SeekingReader:
 
     def frames(self, indices: Sequence[int]) -> Tensor:
         """Return the same as `PyAVReader.frames`, which is used if the decoder fails."""
-        wanted = _checked(indices, len(self))
+        numbers = _checked(indices, len(self))
         try:
-            return self._display(self._stored(self._video[wanted]))
+            return self._display(self._stored(self._video[numbers]))
         except Exception:  # of many classes
-            return PyAVReader(self.path).frames(wanted)
+            return PyAVReader(self.path).frames(numbers)
 
 
 def _alike(a: Tensor, b: Tensor, levels: int) -> bool:
@@ -196,15 +195,15 @@ def _alike(a: Tensor, b: Tensor, levels: int) -> bool:
     return bool((a.float() - b).abs().mean() <= levels)
 
 
-def quickest(reader: PyAVReader, wanted: int, device: str = "cpu") -> PyAVReader | SeekingReader:
-    """Return the quickest reader of about `wanted` frames of the video: `reader`, or one that seeks
+def quickest(reader: PyAVReader, count: int, device: str = "cpu") -> PyAVReader | SeekingReader:
+    """Return the quickest reader of about `count` frames of the video: `reader`, or one that seeks
     and gives the same frames.
 
     As a seek takes as long as PyAV takes for dozens of frames, it has to skip at least every other
     group of pictures. With a CUDA device it is used for any number of frames, for its colours are
     not quite the same.
     """
-    if reader.seeks and (device != "cpu" or 2 * wanted <= len(reader.seeks)):
+    if reader.seeks and (device != "cpu" or 2 * count <= len(reader.seeks)):
         for decoder in decoders() if device == "cpu" else (TorchCodec,):
             try:
                 return SeekingReader(reader, decoder, device)
@@ -242,13 +241,13 @@ class ThinVideo:
 
     def __getitem__(self, indices: Tensor | slice) -> Tensor:
         numbers, places = self._numbers[indices].unique(return_inverse=True)  # sorted, each once
-        wanted, step = numbers.tolist(), self._step
-        reader = quickest(self._reader, len(wanted), self._device)
+        sought, step = numbers.tolist(), self._step
+        reader = quickest(self._reader, len(sought), self._device)
         # asked for its first frame again, PyAV's reader would start over
-        parts = [self._first] if wanted[0] == 0 and reader is self._reader else []
-        for start in range(len(parts), len(wanted), step):
-            parts.append(shrink(reader.frames(wanted[start : start + step]), self._size).cpu())
-        frames = torch.cat(parts)
+        pieces = [self._first] if sought[0] == 0 and reader is self._reader else []
+        for start in range(len(pieces), len(sought), step):
+            pieces.append(shrink(reader.frames(sought[start : start + step]), self._size).cpu())
+        frames = torch.cat(pieces)
         return frames if isinstance(indices, slice) else frames[places]  # a slice is in order
 
 
@@ -270,36 +269,25 @@ class VideoFolder:
 
 
 def read_video_folder(folder: str | Path, notes: list[str] | None = None) -> VideoFolder:
-    """List `train/<class>/` and `test/<class>/`; opens no video.
-
-    DataError for a missing folder, no classes, a class without videos, or classes that differ
-    between the two. A line on other entries of train/ and of test/ is added to `notes`.
-    """
+    """List `train/<class>/` and `test/<class>/`, at any depth; opens no video. A line on other entries of each folder
+    is added to `notes`. DataError as `class_folders`, and for a class folder without videos."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder")
-    classes = _class_names(folder / "train")
-    if (other := _class_names(folder / "test")) != classes:
-        odd = ", ".join(sorted(set(classes) ^ set(other)))
-        raise DataError(f"{folder}: classes in only one of train/ and test/: {odd}")
-    train, test = (_class_samples(folder / split, classes) for split in ("train", "test"))
-    for split, samples in ((folder / "train", train), (folder / "test", test)):
-        report_skipped(_entries(split) - {s.path for s in samples}, split, WANTED, notes)
+    classes = class_names(folder / "train")
+    train, test = (
+        tuple(
+            Sample(Path(file), label)
+            for class_folder, label in class_folders(folder / split, classes, notes)
+            for file in list_files(class_folder, ENDINGS, notes)
+        )
+        for split in ("train", "test")
+    )
     return VideoFolder(folder, classes, train, test)
 
 
 def find_videos(path: str | Path, notes: list[str] | None = None) -> list[Path]:
-    """Return the video at `path`, or all in that folder and its subfolders, sorted; DataError if
-    there is none. A line on other entries is added to `notes`."""
-    path = Path(path)
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder")
-    entries = _entries(path) if path.is_dir() else {path}
-    found = sorted(filter(_is_video, entries))
-    if not found:
-        raise DataError(f"{path}: no video here (a name that ends in {WANTED})")
-    report_skipped(entries - {*found}, path, WANTED, notes)
-    return found
+    """Return the video at `path`, or all in that folder and its subfolders, sorted; DataError if there is none. A line
+    on other files is added to `notes`."""
+    return [Path(file) for file in list_files(Path(path), ENDINGS, notes)]
 
 
 def check_videos(samples: Sequence[Sample]) -> list[str]:
@@ -325,39 +313,10 @@ def _existing(path: str | Path) -> Path:
 
 
 def _checked(indices: Sequence[int], length: int) -> list[int]:
-    wanted = [int(index) for index in indices]
-    if not wanted or min(wanted) < 0 or max(wanted) >= length:
-        raise IndexError(f"frame numbers in [0, {length}) wanted, got {wanted}")
-    return wanted
-
-
-def _entries(folder: Path) -> set[Path]:
-    """Return all entries below a folder, except subfolders not named like a video."""
-    return {path for path in folder.rglob("*") if not path.is_dir() or path.suffix.lower() in ENDINGS}
-
-
-def _is_video(path: Path) -> bool:
-    return path.suffix.lower() in ENDINGS and not path.name.startswith(".") and path.is_file()
-
-
-def _class_names(folder: Path) -> tuple[str, ...]:
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder")
-    folders = (entry for entry in folder.iterdir() if entry.is_dir())
-    names = tuple(sorted(entry.name for entry in folders if not entry.name.startswith(".")))
-    if not names:
-        raise DataError(f"{folder}: has no class folders")
-    return names
-
-
-def _class_samples(folder: Path, classes: Sequence[str]) -> tuple[Sample, ...]:
-    samples: list[Sample] = []
-    for label, name in enumerate(classes):
-        files = sorted(file for file in (folder / name).iterdir() if _is_video(file))
-        if not files:
-            raise DataError(f"{folder / name}: has no videos ({', '.join(ENDINGS)})")
-        samples.extend(Sample(file, label) for file in files)
-    return tuple(samples)
+    numbers = [int(index) for index in indices]
+    if not numbers or min(numbers) < 0 or max(numbers) >= length:
+        raise IndexError(f"frame numbers in [0, {length}) expected, got {numbers}")
+    return numbers
 
 
 def _check(sample: Sample) -> list[str]:

@@ -115,12 +115,12 @@ class VideoStream:
                 if packet is None:
                     return
                 try:
-                    found = packet.decode()
+                    decoded = packet.decode()
                 except av.error.FFmpegError:
                     # a stream joined late has nothing that can be decoded before the next key frame
                     if frames:
                         lost += 1
                         self.damage = f"{self.name}: damaged, undecodable packets: {lost}"
                     continue
-                frames += len(found)
-                yield from found
+                frames += len(decoded)
+                yield from decoded

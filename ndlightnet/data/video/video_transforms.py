@@ -40,8 +40,8 @@ def even_indices(length: int, frames: int, phase: float = 0.5) -> Tensor:
     `phase` in [0, 1) is the position of the frame in its part. If the video has fewer frames than
     `frames`, its frames are repeated; the numbers of repeats differ by at most one.
     """
-    parts = (torch.arange(frames, dtype=torch.float64) + phase) / frames
-    return (parts * length).long().clamp(max=length - 1)
+    places = (torch.arange(frames, dtype=torch.float64) + phase) / frames
+    return (places * length).long().clamp(max=length - 1)
 
 
 def random_indices(length: int, frames: int) -> Tensor:
@@ -52,8 +52,8 @@ def random_indices(length: int, frames: int) -> Tensor:
     """
     share, start = (float(draw) for draw in torch.rand(2, dtype=torch.float64))
     span = (SHORTEST_SPAN + (1 - SHORTEST_SPAN) * share) * length
-    parts = (torch.arange(frames) + torch.rand(frames, dtype=torch.float64)) / frames
-    return (parts * span + start * (length - span)).long().clamp(max=length - 1)
+    places = (torch.arange(frames) + torch.rand(frames, dtype=torch.float64)) / frames
+    return (places * span + start * (length - span)).long().clamp(max=length - 1)
 
 
 def train_clip(video: Frames, frames: int, transform: Callable[[Tensor], Tensor]) -> Tensor:
@@ -90,15 +90,7 @@ def training(
     if rotation:
         steps.append(v2.RandomRotation(rotation, v2.InterpolationMode.BILINEAR, fill=fill))
     if randaugment is not None:
-        steps.append(
-            v2.RandAugment(
-                randaugment.num_ops,
-                randaugment.magnitude,
-                randaugment.num_magnitude_bins,
-                v2.InterpolationMode.BILINEAR,
-                fill,
-            )
-        )
+        steps.append(randaugment.transform(fill))
     if color_jitter:
         steps.append(v2.ColorJitter(color_jitter, color_jitter, color_jitter))
     if grayscale:
@@ -150,11 +142,11 @@ def eval_clips(video: Frames, frames: int, framing: Framing, clips: int = 1, cro
     return torch.stack([_to_clip(clip) for square in squares for clip in square.split(frames)])
 
 
-def frame_differences(clips: Tensor, given: Tensor | None = None) -> Tensor:
+def frame_differences(clips: Tensor, previous: Tensor | None = None) -> Tensor:
     """Return twice the difference of each frame of normalised clips (..., frames, height, width)
-    from the one before: about as spread as the frames. given: the frame before the first one,
+    from the one before: about as spread as the frames. previous: the frame before the first one,
     (..., 1, height, width); default: the first one itself, so that its difference is 0."""
-    first = clips[..., :1, :, :] if given is None else given
+    first = clips[..., :1, :, :] if previous is None else previous
     return 2 * (clips - torch.cat([first, clips[..., :-1, :, :]], -3))
 
 
@@ -193,8 +185,8 @@ def denormalized(clips: Tensor) -> Tensor:
 
 def normalized(pixels: Tensor) -> Tensor:
     """Normalise uint8 pixels of any shape, as those of a clip."""
-    how: Any = {"memory_format": torch.contiguous_format, "copy": True}
-    return pixels.to(torch.float32, **how).mul_(1 / (255 * STD)).sub_(MEAN / STD)
+    layout: Any = {"memory_format": torch.contiguous_format, "copy": True}
+    return pixels.to(torch.float32, **layout).mul_(1 / (255 * STD)).sub_(MEAN / STD)
 
 
 def _to_clip(pixels: Tensor) -> Tensor:

@@ -127,8 +127,8 @@ class FileGrid:
         step = max(1, SLAB // (x * y))
         for channel in range(channels):
             for low in range(0, z, step):
-                part = slice(low, min(low + step, z))
-                yield channel, part, read(part, channel)
+                layers = slice(low, min(low + step, z))
+                yield channel, layers, read(layers, channel)
 
     def label_image(self, labels: Tensor | NDArray[Any]) -> Any:
         """Return the nibabel image of labels (x, y, z), or (x, y, z, frames), on this grid, checked

@@ -43,6 +43,7 @@ PICTURES = tuple(end for reader in READERS if reader.picture for end in reader.e
 FOLDER = next(reader for reader in READERS if not reader.endings)
 *_FIRST, _LAST = (reader.name for reader in READERS if reader.endings and not reader.picture)
 FILES = f"{', '.join(_FIRST)} or {_LAST} file"  # for messages
+RESULTS = "derivatives"  # the folder in which BIDS has masks and other results
 
 
 def open_file(path: Path, slices: Sequence[Path] = (), label: bool = False) -> tuple[FileGrid, Read]:

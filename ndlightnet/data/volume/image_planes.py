@@ -68,9 +68,9 @@ def open_picture(path: Path, _: Sequence[Path] = (), label: bool = False) -> tup
 
     def write(labels: NDArray[Any], file: Path) -> None:
         plane = labels[:, :, 0].T
-        made = Image.fromarray(plane.astype(np.uint8 if plane.max() < 256 else np.uint16))
-        how: dict[str, Any] = {} if dpi is None else {"dpi": tuple(map(float, dpi))}
-        made.save(file, format="TIFF" if kind == "TIFF" else "PNG", **how)
+        picture = Image.fromarray(plane.astype(np.uint8 if plane.max() < 256 else np.uint16))
+        options: dict[str, Any] = {} if dpi is None else {"dpi": tuple(map(float, dpi))}
+        picture.save(file, format="TIFF" if kind == "TIFF" else "PNG", **options)
 
     read: Read = lambda z, channel: cells[:, :, z, channel]  # noqa: E731
     ending = ".tif" if kind == "TIFF" else ".png"

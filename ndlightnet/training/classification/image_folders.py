@@ -9,17 +9,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folders import find_root
+from ndlightnet.data.folders import class_names, find_root
 from ndlightnet.data.image import image_transforms
-from ndlightnet.data.image.image_folder import (
-    FolderImages,
-    ImageFiles,
-    class_names,
-    collate_of,
-    find_images,
-    list_images,
-    note_dark,
-)
+from ndlightnet.data.image.image_folder import FolderImages, ImageFiles, collate_of, find_images, list_images, note_dark
 from ndlightnet.data.image.image_transforms import MEAN, STD, Interpolation, RandAugment, mixing, seeded
 from ndlightnet.data.made.digits import make_coloured_digits
 from ndlightnet.data.sampling import SeededSamples

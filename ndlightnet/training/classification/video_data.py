@@ -14,7 +14,7 @@ from torchvision.tv_tensors import Video
 
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.folders import find_root
-from ndlightnet.data.folds import first_of_each, parts, read_groups
+from ndlightnet.data.folds import assign_folds, first_of_each, read_groups
 from ndlightnet.data.image.image_transforms import RandAugment, mixing, seeded
 from ndlightnet.data.made.digits import make_moving_digits
 from ndlightnet.data.sampling import SeededSamples, mixed, replica
@@ -230,7 +230,7 @@ class VideoData(LabelledData):
         if self.groups is not None and (self.fold is not None or self.validation):
             groups = read_groups(self.root, self.groups, [sample.path for sample in samples])
         if self.fold is not None:
-            of = parts(labels, self.folds, groups)
+            of = assign_folds(labels, self.folds, groups)
             out = [part == self.fold for part in of]
         else:
             out = first_of_each(labels, self.validation, groups)

@@ -1,8 +1,6 @@
 """Folders of images: which files there are, and what becomes of every kind of file."""
 
 import io
-import os
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +10,8 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.image.image_folder import (
-    TRIES,
-    FolderImages,
-    class_names,
-    collate,
-    find_images,
-    list_images,
-    read_image,
-)
+from ndlightnet.data.folders import class_names
+from ndlightnet.data.image.image_folder import TRIES, FolderImages, collate, find_images, list_images, read_image
 from ndlightnet.data.sampling import SeededSamples
 
 RAMP = np.arange(24, dtype=np.uint8).reshape(4, 6) * 10
@@ -152,88 +143,12 @@ def test_a_photograph_with_a_preview(tmp_path):
     assert found.size == (64, 48) and np.abs(np.subtract(found.getpixel((5, 5)), (255, 0, 0))).max() < 5
 
 
-def test_links_and_permissions(folder, monkeypatch):
-    """Links are followed, but not round in circles."""
-    other = folder.parent / "other"
-    save(other / "a.png")
-    (folder / "cat" / "more").symlink_to(other)
-    assert len(list_images(folder, ("cat", "dog"))) == 7
-    (other / "back").symlink_to(folder / "cat")
-    with pytest.raises(DataError, match=r"cat: cannot be read \(.*Too many levels of symbolic"):
-        list_images(folder, ("cat", "dog"))
-
-    def forbidden(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    listing = partial(list_images, classes=("cat", "dog"))
-    for name, read in (
-        ("os.scandir", class_names),
-        ("pathlib.Path.iterdir", listing),
-        ("pathlib.Path.is_dir", class_names),
-        ("pathlib.Path.is_dir", listing),
-        ("pathlib.Path.exists", find_images),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(name, forbidden)
-            with pytest.raises(DataError, match=r"cannot be read \(.*Permission denied"):
-                read(folder)
-
-
-def test_a_listing_is_sorted_and_tells_what_is_left_out(folder):
-    save(folder / "dog" / "deep" / "er" / "X.JPEG")
-    (folder / "dog" / "notes.txt").write_text("a")
-    (folder / "dog" / "._0.png").write_text("of macOS")
-    (folder / "readme.md").write_text("a")
-    (folder / ".cache").mkdir()
-    notes: list[str] = []
-    assert class_names(folder) == ("cat", "dog")
-    files = list_images(folder, ("cat", "dog"), notes)
-    assert [os.fsdecode(name) for name in files.names] == [
-        "cat/0.png",
-        "cat/1.png",
-        "cat/2.png",
-        "dog/0.png",
-        "dog/1.png",
-        "dog/2.png",
-        "dog/deep/er/X.JPEG",
-    ]
-    assert files.labels.tolist() == [0, 0, 0, 1, 1, 1, 1]
-    assert files.path(6) == folder / "dog/deep/er/X.JPEG"
-    assert [note.split(": ")[-1] for note in notes] == [
-        "notes.txt (expected images)",
-        "readme.md (expected a folder for each class)",
-    ]
-
-
-def test_a_name_that_is_not_utf8(folder):
-    odd = Path(os.fsdecode(bytes(folder) + b"/cat/\xff\xe9.png"))
-    save(odd)
-    files = list_images(folder, ("cat", "dog"))
-    assert odd in [files.path(number) for number in range(len(files))]
-    assert read_image(odd, 3).size == (6, 4)
-
-
 def test_what_to_predict(folder):
     assert len(find_images(folder.parent)) == 6
     one = find_images(folder / "cat" / "0.png")
     assert len(one) == 1 and one.path(0) == folder / "cat" / "0.png"
     with pytest.raises(DataError, match="nowhere: no such file or folder"):
         find_images("nowhere")
-
-
-def test_folders_that_cannot_be_used(folder):
-    with pytest.raises(DataError, match="elsewhere: no such folder, expected one with a folder"):
-        class_names(folder / "elsewhere")
-    with pytest.raises(DataError, match=r"cat: has the classes \[\], expected two or more"):
-        class_names(folder / "cat")
-    with pytest.raises(DataError, match=r"dog: a class that training lacks, it has \['cat'\]"):
-        list_images(folder, ("cat",))
-    (folder / "ant").mkdir()
-    with pytest.raises(DataError, match=r"ant: has no image, expected \.png, \.jpg"):
-        list_images(folder, ("ant", "cat", "dog"))
-    (folder.parent / "val").mkdir()
-    with pytest.raises(DataError, match="val: has no folder of a class, expected one for each"):
-        list_images(folder.parent / "val", ("cat", "dog"))
 
 
 def test_a_bad_file_is_replaced_by_the_next_good_one(folder):

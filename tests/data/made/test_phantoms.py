@@ -1,15 +1,11 @@
-"""Drawn phantoms: the same from the same seed, whole or absent, and like a torso."""
+"""Drawn phantoms: the same from the same seed, and like a torso."""
 
-import json
-import os
 from pathlib import Path
 
 import nibabel
 import numpy as np
 import pytest
 
-from ndlightnet.data.errors import DataError
-from ndlightnet.data.made import phantoms
 from ndlightnet.data.made.phantoms import LABELS, draw_phantom, make_phantoms
 from ndlightnet.data.volume.datasets import read_dataset
 
@@ -80,49 +76,3 @@ def test_the_seed_decides(tmp_path: Path, folder: Path) -> None:
     assert np.array_equal(voxels(again, "Ts", 1), voxels(folder, "Tr", 1)), "depends on the count"
     first, second = voxels(other, "Tr", 0), voxels(folder, "Tr", 0)
     assert first.shape != second.shape or not np.array_equal(first, second)
-
-
-def test_a_complete_set_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("drawn again")
-
-    monkeypatch.setattr(phantoms, "draw_phantom", never)
-    assert make_phantoms(folder, 3, 1, seed=5, progress=False) == folder
-
-
-def test_another_or_an_incomplete_set_is_not_overwritten(tmp_path: Path) -> None:
-    made = make_phantoms(tmp_path / "set", 1, 0, seed=1, progress=False)
-    before = sorted(p.stat().st_mtime_ns for p in made.rglob("*"))
-    with pytest.raises(DataError, match="set: is there already"):
-        make_phantoms(made, 1, 0, seed=2, progress=False)
-    assert sorted(p.stat().st_mtime_ns for p in made.rglob("*")) == before
-    os.remove(made / "labelsTr" / "phantom_000.nii.gz")
-    with pytest.raises(DataError):
-        make_phantoms(made, 1, 0, seed=1, progress=False)
-    (made / "dataset.json").write_text(json.dumps([]))
-    with pytest.raises(DataError):
-        make_phantoms(made, 1, 0, seed=1, progress=False)
-
-
-def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-
-    def interrupted(rng: np.random.Generator) -> object:
-        drawn.append(rng)
-        assert not (tmp_path / "set").exists(), "written under its final name before the end"
-        if len(drawn) == 2:
-            raise KeyboardInterrupt
-        return draw_phantom(rng)
-
-    monkeypatch.setattr(phantoms, "draw_phantom", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        make_phantoms(tmp_path / "set", 3, 0, progress=False)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unwritable_place_says_so(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"):
-        make_phantoms(tmp_path / "file" / "set", 1, 0, progress=False)
-    with pytest.raises(ValueError, match="training >= 1"):
-        make_phantoms(tmp_path / "set", 0, 1, progress=False)

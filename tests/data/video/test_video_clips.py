@@ -17,7 +17,7 @@ from ndlightnet.data.video.video_transforms import Framing, plain_clip, to_pixel
 
 from .video_files import counting, encode, numbers
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+SHARED = Path(__file__).parents[4] / "shared" / "data"
 PLAIN = {
     "scale": (0.5, 1.0),
     "hflip": False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,14 +13,7 @@ import torch
 import ndlightnet.data.video.video_files as video
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.media import open_media
-from ndlightnet.data.video.video_files import (
-    PyAVReader,
-    Sample,
-    check_videos,
-    find_videos,
-    load_video,
-    read_video_folder,
-)
+from ndlightnet.data.video.video_files import PyAVReader, Sample, check_videos, load_video
 from ndlightnet.data.video.video_stream import VideoStream
 
 from .video_files import FRAMES, HEIGHT, WIDTH, counting, encode, numbers
@@ -71,49 +63,6 @@ def test_a_hole_in_a_file(tmp_path: Path) -> None:
         opened.frames(range(30))
 
 
-def make_folder(root: Path, source: Path, names: Sequence[str]) -> Path:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(source.read_bytes())
-    return root
-
-
-NAMES = ["train/b/2.mp4", "train/b/1.MKV", "train/a/x.webm", "test/a/1.avi", "test/b/3.mov"]
-
-
-def test_folder(tmp_path: Path, counted: Path) -> None:
-    root = make_folder(tmp_path, counted, [*NAMES, "train/a/notes.txt", "train/a/._x.webm"])
-    (root / "train" / ".cache").mkdir()
-    found = read_video_folder(root)
-    assert found.classes == ("a", "b") and found.folder == root
-    assert [(str(p.relative_to(root)), y) for p, y in found.train] == [
-        ("train/a/x.webm", 0),
-        ("train/b/1.MKV", 1),
-        ("train/b/2.mp4", 1),
-    ]
-    assert [label for _, label in found.test] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    "names, empty, about, what",
-    [
-        ([], "", "nowhere", "no such folder"),
-        (["test/a/1.mp4"], "", "train", "no such folder"),
-        (["train/a/1.mp4"], "", "test", "no such folder"),
-        ([], "train", "train", "no class folders"),
-        (NAMES, "train/c", "", "only one of train/ and test/: c"),
-        ([*NAMES, "test/c/1.mp4"], "train/c", "train/c", "has no videos"),
-        ([*NAMES, "train/c/1.mp4", "test/c/1.txt"], "", "test/c", "has no videos"),
-    ],
-)
-def test_bad_folders(tmp_path: Path, counted: Path, names: list[str], empty: str, about: str, what: str) -> None:
-    make_folder(tmp_path, counted, names)
-    (tmp_path / empty).mkdir(parents=True, exist_ok=True)
-    with pytest.raises(DataError) as error:
-        read_video_folder(tmp_path / "nowhere" if about == "nowhere" else tmp_path)
-    assert str(error.value).startswith(f"{tmp_path / about}: ") and what in str(error.value)
-
-
 def test_check_names_the_first_bad_file(tmp_path: Path, counted: Path) -> None:
     good = Sample(counted, 0)
     for name in ("1.mp4", "2.mp4"):
@@ -121,18 +70,6 @@ def test_check_names_the_first_bad_file(tmp_path: Path, counted: Path) -> None:
     check_videos([good, good])
     with pytest.raises(DataError, match=r"1\.mp4: not a video"):
         check_videos([good, Sample(tmp_path / "1.mp4", 0), good, Sample(tmp_path / "2.mp4", 0)])
-
-
-def test_find_videos(tmp_path: Path, counted: Path) -> None:
-    with pytest.raises(DataError, match=f"^{tmp_path}: no video here"):
-        find_videos(tmp_path)
-    make_folder(tmp_path, counted, ["deep/er/b.mp4", "a.avi", "c.txt"])
-    assert find_videos(tmp_path) == [tmp_path / "a.avi", tmp_path / "deep/er/b.mp4"]
-    assert find_videos(tmp_path / "a.avi") == [tmp_path / "a.avi"]
-    with pytest.raises(DataError, match=r"c\.txt: no video here"):
-        find_videos(tmp_path / "c.txt")
-    with pytest.raises(DataError, match=r"d\.mp4: no such file"):
-        find_videos(tmp_path / "d.mp4")
 
 
 @pytest.mark.parametrize("max_frames, expected", [(99, list(range(50))), (5, [5, 15, 25, 35, 45])])
