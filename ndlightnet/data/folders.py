@@ -26,40 +26,59 @@ def find_root(root: str | Path) -> Path:
     return stored if stored.exists() else root
 
 
-def files_below(folder: Path, unread: str = "", on_error: Callable[[OSError], None] | None = None) -> Iterator[str]:
+def files_below(
+    folder: Path, unread: str = "", on_error: Callable[[OSError], None] | None = None
+) -> Iterator[os.DirEntry[str]]:
     """Yield the files at any depth below a folder, also those of linked folders and links that lead nowhere; hidden
     files and folders do not count, nor do folders called `unread`. on_error: is called with the error of a folder that
     cannot be opened; without it, the error is raised."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
     entered: set[str] = set()  # links may lead back
-    for place, inside, names in os.walk(folder, followlinks=True, onerror=on_error or fail):
+
+    def walk(place: str) -> Iterator[os.DirEntry[str]]:
         if (real := os.path.realpath(place)) in entered:
-            inside.clear()
-            continue
+            return
         entered.add(real)
-        inside[:] = sorted(name for name in inside if not name.startswith(".") and name.lower() != unread)
-        yield from (os.path.join(place, name) for name in sorted(names) if not name.startswith("."))
+        try:
+            with os.scandir(place) as content:
+                entries = sorted(content, key=lambda entry: entry.name)
+        except OSError as error:
+            if on_error is None:
+                raise
+            on_error(error)
+            return
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            # a link may lead to itself, which DirEntry.is_dir raises for
+            is_folder = os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()
+            if not is_folder:
+                yield entry
+            elif entry.name.lower() != unread:
+                yield from walk(entry.path)
+
+    return walk(os.fspath(folder))
 
 
 def list_files(path: Path, endings: tuple[str, ...] = ("",), notes: list[str] | None = None) -> list[str]:
     """Return the file `path`, or the files of a folder, at any depth, whose names end in `endings` (in lower case); as
     text, for a million Path objects take seconds. A line on the other files is added to `notes`. DataError if there is
     none."""
+    chosen: list[str] = []
+    others: list[Path] = []
     with readable(path):
         if path.is_file():
             return [os.fspath(path)]
         if not path.is_dir():
             raise DataError(f"{path}: no such file or folder")
-        files = list(files_below(path))
-    chosen = [file for file in files if file.lower().endswith(endings)]
+        for entry in files_below(path):
+            if entry.name.lower().endswith(endings) and entry.is_file():  # a link may lead nowhere
+                chosen.append(entry.path)
+            else:
+                others.append(Path(entry.path))
     expected = ", ".join(endings) or "a file"
     if not chosen:
         raise DataError(f"{path}: has no file to read, expected {expected}")
-    if len(chosen) < len(files):
-        report_skipped(map(Path, {*files} - {*chosen}), path, expected, notes)
+    report_skipped(others, path, expected, notes)
     return chosen
 
 
@@ -88,6 +107,8 @@ def class_folders(split: Path, classes: Sequence[str], notes: list[str] | None =
 def _visible(split: Path) -> list[Path]:
     """Return the entries of a split that are not hidden, sorted."""
     with readable(split):
+        if not split.parent.is_dir():
+            raise DataError(f"{split.parent}: no such folder")
         if not split.is_dir():
             raise DataError(f"{split}: no such folder, expected one with a folder for each class")
         return sorted(entry for entry in split.iterdir() if not entry.name.startswith("."))

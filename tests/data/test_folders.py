@@ -106,6 +106,7 @@ def test_readers_of_every_kind_use_them(tmp_path: Path, kind: str) -> None:
 
 def test_folders_that_cannot_be_used(folder: Path) -> None:
     refuses(lambda: class_names(folder / "gone"), folder / "gone", "no such folder, expected one with a folder")
+    refuses(lambda: class_names(folder / "gone" / "train"), folder / "gone", "no such folder$")
     refuses(lambda: class_names(folder / "dog"), folder / "dog", r"has the classes \['deep'\], expected two or more")
     refuses(lambda: class_folders(folder, ("cat",)), folder / "dog", r"a class that training lacks, it has \['cat'\]")
     empty = folder.parent / "val"
@@ -122,7 +123,10 @@ def test_links_and_permissions(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     (other / "a.png").touch()
     (folder / "cat" / "more").symlink_to(other)
     (other / "back").symlink_to(folder / "cat")
-    assert len(list_files(folder / "cat", IMAGES)) == 3
+    (other / "dangling.png").symlink_to("/nowhere")
+    notes: list[str] = []
+    assert len(list_files(folder / "cat", IMAGES, notes)) == 3
+    assert notes == [f"{folder}/cat: 1 entry is left out: more/dangling.png (expected .png, .jpg)"]
 
     def forbidden(path: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))

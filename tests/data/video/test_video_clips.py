@@ -12,12 +12,11 @@ import ndlightnet.data.video.clips as clips_module
 import ndlightnet.data.video.video_files as video_module
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.video.clips import ClipDataset
-from ndlightnet.data.video.video_files import Sample, read_video_folder
+from ndlightnet.data.video.video_files import Sample
 from ndlightnet.data.video.video_transforms import Framing, plain_clip, to_pixels, train_clip, training
 
 from .video_files import counting, encode, numbers
 
-SHARED = Path(__file__).parents[4] / "shared" / "data"
 PLAIN = {
     "scale": (0.5, 1.0),
     "hflip": False,
@@ -184,20 +183,6 @@ def test_a_video_that_cannot_be_read(samples, tmp_path):
 def test_wrong_arguments(samples):
     with pytest.raises(ValueError, match="start at 1, got 0, 32, 1, 1"):
         ClipDataset(samples, 0, Framing(32))
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data beside the checkout")
-@pytest.mark.parametrize(
-    "name, classes, train, test",
-    [("surveillance", ("calm", "fight"), 203, 60), ("lung_ultrasound", ("covid", "pneumonia", "regular"), 79, 25)],
-)
-def test_real_videos(name, classes, train, test):
-    found = read_video_folder(SHARED / name)
-    assert (found.classes, len(found.train), len(found.test)) == (classes, train, test)
-    clips, label, *_ = ClipDataset(found.test[:1], 8, Framing(64, "squash"), clips=2)[0]
-    assert clips.shape == (2, 3, 8, 64, 64) and label == 0
-    assert 0.2 < clips.std() < 2 and clips.mean().abs() < 2.1
-    assert (clips[:, :, 0] != clips[:, :, -1]).any()  # something moves
 
 
 def test_clips_without_augmentation_are_those_of_a_test(samples):

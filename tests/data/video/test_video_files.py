@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -158,18 +157,3 @@ def test_frames_that_an_edit_list_cuts_off(tmp_path: Path) -> None:
     assert bars(load_video(cut, [96], COUNT)) == list(range(5, COUNT))
     opened = open_video(cut, 1)
     assert isinstance(opened, PyAVReader) and bars(opened.frames([30, 1])) == [35, 6]
-
-
-def test_frames_of_uneven_length(tmp_path: Path) -> None:
-    path = tmp_path / "a.mp4"
-    with av.open(str(path), "w") as file:
-        stream = file.add_stream("libx264", rate=25)
-        stream.height, stream.width, stream.pix_fmt = HEIGHT, WIDTH, "yuv420p"
-        stream.options = X264
-        for number, picture in enumerate(counting()):
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-            frame.pts = number * number
-            file.mux(stream.encode(frame))
-        file.mux(stream.encode())
-    assert numbers(PyAVReader(path).frames([30, 3, 49])) == [30, 3, 49]
-    assert numbers(load_video(path, [HEIGHT], FRAMES)) == list(range(FRAMES))

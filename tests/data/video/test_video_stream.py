@@ -179,14 +179,3 @@ def test_what_is_no_video(tmp_path):
         with pytest.raises(DataError, match=r"not a video .*a pipe needs a container such as"):
             list(VideoStream(tmp_path / f"pipe{number}"))
         writer.join(20)
-
-
-def test_sound_alone_has_no_video(tmp_path):
-    with av.open(str(tmp_path / "a.mkv"), "w") as file:
-        stream = file.add_stream("aac", rate=8000, layout="mono")
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
-        frame.sample_rate = 8000
-        file.mux(stream.encode(frame))
-        file.mux(stream.encode())
-    with pytest.raises(DataError, match="no video stream"):
-        VideoStream(tmp_path / "a.mkv")

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from ndlightnet.data.volume import fingerprint as module
-from ndlightnet.data.volume.datasets import read_dataset
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.fingerprint import fingerprint
 
-from .files import random_image, random_label, real, refuses, write
+from .files import random_image, random_label, refuses, write
 
 SHAPE = (6, 7, 8)
 
@@ -75,17 +74,3 @@ def test_a_case_that_cannot_be_read(tmp_path):
     cases = [stored(tmp_path, str(n), (0, 1, 2), (1, 1, 1), random_label(SHAPE)) for n in range(6)]
     cases[3].images[0].write_bytes(b"none")
     refuses(lambda: fingerprint(cases, 3, progress=False), cases[3].images[0], "cannot be read")
-
-
-def test_of_real_volumes():
-    """Against nibabel's closest canonical images."""
-    found = read_dataset(real("hippocampus"))
-    some = found.training[::40]
-    seen = fingerprint(some, len(found.labels), progress=False)
-    voxels = np.zeros(3, int)
-    for case, shape, spacing in zip(some, seen.shapes, seen.spacings, strict=True):
-        ras = nibabel.as_closest_canonical(nibabel.load(case.images[0]))
-        assert tuple(shape) == ras.shape and np.allclose(spacing, ras.header.get_zooms(), atol=1e-4)
-        labels, counts = np.unique(nibabel.load(case.label).get_fdata(), return_counts=True)
-        voxels[labels.astype(int)] += counts
-    assert np.array_equal(seen.voxels, voxels) and seen.values.shape == (1, voxels[1:].sum())

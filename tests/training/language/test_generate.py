@@ -132,7 +132,7 @@ def test_a_file_is_one_text_however_it_is_cut():
 def test_files_to_predict(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "x").write_text("x")
-    with pytest.raises(DataError, match=f"^{tmp_path}: holds no file$"):
+    with pytest.raises(DataError, match=f"^{tmp_path}: has no file to read, expected a file$"):
         find_texts(tmp_path)
     with pytest.raises(DataError, match=r"^gone: no such file or folder$"):
         find_texts("gone")
