@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import gzip
 import math
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.errors import DataError, readable
 from ndlightnet.data.sampling import mixed
 
 IDX = {"train": "train", "test": "t10k"}  # names of the splits here, and in file names
-# exceptions from unpacking a damaged file; the last two: from a plain .npy, which is no archive
-DAMAGED = (OSError, EOFError, zlib.error, BadZipFile, ValueError, AttributeError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -96,11 +92,9 @@ def read_idx(path: Path) -> np.ndarray:
     file = path if path.is_file() else compressed
     if not file.is_file():
         raise DataError(f"{path}: no such file, nor {compressed.name}")
-    try:
+    with readable(file):
         content = file.read_bytes()
         content = gzip.decompress(content) if file == compressed else content
-    except DAMAGED as error:
-        raise DataError(f"{file}: damaged, or cannot be read") from error
     axes = content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
     start = 4 + 4 * axes
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4)]
@@ -112,20 +106,13 @@ def read_idx(path: Path) -> np.ndarray:
 def _read_npz(path: Path) -> dict[tuple[str, str], np.ndarray]:
     if not path.is_file():
         raise DataError(f"{path}: no such file or folder")
-    try:
-        with fitting(path), np.load(path, allow_pickle=False) as file:
-            return {
-                (split, kind): file[f"{split}_{kind}"]
-                for split in ("train", "val", "test")
-                for kind in ("images", "labels")
-                if split != "val" or "val_images" in file
-            }
-    except DataError:
-        raise
-    except KeyError as error:
-        raise DataError(f"{path}: lacks an array ({error.args[0]})") from error
-    except DAMAGED as error:
-        raise DataError(f"{path}: damaged, or not an npz file") from error
+    with readable(path), np.load(path, allow_pickle=False) as file:
+        return {
+            (split, kind): file[f"{split}_{kind}"]
+            for split in ("train", "val", "test")
+            for kind in ("images", "labels")
+            if split != "val" or "val_images" in file
+        }
 
 
 def mean_and_std(images: Tensor) -> tuple[float, float]:

@@ -71,16 +71,19 @@ def training(
     interpolation: Interpolation,
     *,
     scale: tuple[float, float] | None,
-    ratio: tuple[float, float],
-    padding: int,
-    hflip: float,
-    randaugment: RandAugment | None,
-    color_jitter: float,
-    random_erasing: float,
-    fill: Sequence[int],
-) -> Callable[[Image.Image], Tensor]:
-    """Return the transform of training; ndlightnet.training.ImageFolders explains the arguments.
-    fill: the colour, one number per channel, of what an operation leaves empty."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    padding: int = 0,
+    hflip: float = 0.0,
+    rotation: float = 0.0,
+    randaugment: RandAugment | None = None,
+    color_jitter: float = 0.0,
+    grayscale: float = 0.0,
+    random_erasing: float = 0.0,
+    fill: Sequence[int] = (0,),
+) -> Callable[[Any], Tensor]:
+    """Return the transform of training, of an image or of all frames of a clip (frames, channels, height, width) alike;
+    ndlightnet.training.ImageFolders and VideoData explain the arguments. fill: the colour, one number per channel, of
+    what an operation leaves empty."""
     steps: list[Any] = [
         partial(central_crop, space=space, pct=1.0, interpolation=interpolation)
         if scale is None
@@ -90,11 +93,15 @@ def training(
         steps.append(v2.RandomCrop(space, padding, fill=list(fill)))
     if hflip:
         steps.append(v2.RandomHorizontalFlip(hflip))
+    if rotation:
+        steps.append(v2.RandomRotation(rotation, InterpolationMode.BILINEAR, fill=list(fill)))
     if randaugment is not None:
         steps.append(randaugment.transform(fill))
     if color_jitter:
         steps.append(v2.ColorJitter(color_jitter, color_jitter, color_jitter))
-    steps.append(v2.PILToTensor())
+    if grayscale:
+        steps.append(v2.RandomGrayscale(grayscale))
+    steps.append(v2.PILToTensor())  # which leaves tensors as they are
     if random_erasing:
         steps.append(v2.RandomErasing(random_erasing, value=list(fill)))
     return v2.Compose(steps)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import gzip
 import math
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, cell, check_unique, fitting
+from ndlightnet.data.errors import DataError, cell, check_unique, readable
 
 DATES = "%Y-%m-%d %H:%M:%S"
 HOUR = timedelta(hours=1)
@@ -42,14 +41,10 @@ def read_series(path: str | Path, columns: Sequence[str] | None = None) -> Serie
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    try:
-        opened = gzip.open if path.suffix.lower() == ".gz" else open
-        with fitting(path), opened(path, "rt", newline="", encoding="utf-8-sig") as file:
-            header, *rows = csv.reader(file)
-    except DataError:
-        raise
-    except (OSError, EOFError, zlib.error, csv.Error, ValueError) as error:
-        raise DataError(f"{path}: damaged, or not a CSV file") from error
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    with readable(path), opened(path, "rt", newline="", encoding="utf-8-sig") as file:
+        rows = list(csv.reader(file))
+    header = rows.pop(0) if rows else []
     # undo the quoting of `write_series`
     header = [name[1:] if name == cell(name[1:]) else name for name in header]
     while rows and not rows[-1]:

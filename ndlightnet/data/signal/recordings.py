@@ -10,13 +10,12 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.errors import DataError, readable
 from ndlightnet.data.media import open_media
 
 TEST_TAKES = 5
@@ -40,18 +39,13 @@ class Recordings:
 
 def read_audio(path: Path) -> tuple[Tensor, int]:
     """Read a file of one channel: (samples,) int16 and its rate. DataError if it cannot be read."""
-    import av
-
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    try:
-        with open_media(str(path)) as file:
-            if not file.streams.audio:
-                raise DataError(f"{path}: has no audio stream")
-            rate = int(file.streams.audio[0].rate)
-            frames = list(file.decode(audio=0))
-    except av.error.FFmpegError as error:
-        raise DataError(f"{path}: damaged, or not audio that can be read") from error
+    with readable(path), open_media(str(path)) as file:
+        if not file.streams.audio:
+            raise DataError(f"{path}: has no audio stream")
+        rate = int(file.streams.audio[0].rate)
+        frames = list(file.decode(audio=0))
     blocks = [frame.to_ndarray().reshape(-1) for frame in frames]
     if not blocks:
         raise DataError(f"{path}: has no samples")
@@ -68,15 +62,8 @@ def read_recordings(folder: str | Path) -> Recordings:
     index = folder / "index.npz"
     if not index.is_file():
         raise DataError(f"{index}: no such file")
-    try:
-        with fitting(index), np.load(index) as file:
-            offsets, digits, takes = (file[k].tolist() for k in ("offsets", "digit", "take"))
-    except DataError:
-        raise
-    except KeyError as error:
-        raise DataError(f"{index}: has no {error.args[0]}") from error
-    except (OSError, ValueError, BadZipFile) as error:
-        raise DataError(f"{index}: damaged, or not an npz file") from error
+    with readable(index), np.load(index) as file:
+        offsets, digits, takes = (file[k].tolist() for k in ("offsets", "digit", "take"))
     if not len(offsets) - 1 == len(digits) == len(takes) > 0:
         raise DataError(
             f"{index}: {len(offsets)} offsets, {len(digits)} digits, {len(takes)} takes: expected "

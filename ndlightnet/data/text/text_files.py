@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import lzma
 import math
-import zlib
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, readable
 from ndlightnet.data.folders import list_files
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
@@ -27,11 +26,8 @@ def read_bytes(path: str | Path) -> Tensor:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    try:
-        with OPENERS.get(path.suffix, open)(path, "rb") as file:
-            content = bytearray(file.read())
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"{path}: damaged, or not what its name ends in") from error
+    with readable(path), OPENERS.get(path.suffix, open)(path, "rb") as file:
+        content = bytearray(file.read())
     if not content:
         raise DataError(f"{path}: is empty")
     return torch.frombuffer(content, dtype=torch.uint8)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.image.image_transforms import RandAugment
+from ndlightnet.data.image import image_transforms
 
 MEAN, STD = 0.45, 0.225  # of pixels in [0, 1]: round numbers, close to most natural video
 LONGEST = 16  # largest long side / short side of a video: `Framing` may set only the short one
@@ -70,34 +70,11 @@ def plain_clip(video: Frames, frames: int, framing: Framing, hflip: bool = False
     return v2.RandomHorizontalFlip()(clip) if hflip else clip
 
 
-def training(
-    size: int,
-    *,
-    scale: tuple[float, float],
-    hflip: bool,
-    rotation: float,
-    randaugment: RandAugment | None,
-    color_jitter: float,
-    grayscale: float,
-    random_erasing: float,
-) -> Callable[[Tensor], Tensor]:
-    """Return the transform of training clips, (frames, 3, height, width) uint8 -> (frames, 3, size,
-    size): torchvision's, which treat all frames alike. VideoData explains the arguments."""
+def training(size: int, *, hflip: bool = False, **options: Any) -> Callable[[Tensor], Tensor]:
+    """Return the transform of training clips, (frames, 3, height, width) uint8 -> (frames, 3, size, size);
+    `options` are those of `image_transforms.training`."""
     fill = [round(255 * MEAN)] * 3
-    steps: list[Any] = [v2.RandomResizedCrop(size, scale=scale, antialias=True)]
-    if hflip:
-        steps.append(v2.RandomHorizontalFlip())
-    if rotation:
-        steps.append(v2.RandomRotation(rotation, v2.InterpolationMode.BILINEAR, fill=fill))
-    if randaugment is not None:
-        steps.append(randaugment.transform(fill))
-    if color_jitter:
-        steps.append(v2.ColorJitter(color_jitter, color_jitter, color_jitter))
-    if grayscale:
-        steps.append(v2.RandomGrayscale(grayscale))
-    if random_erasing:
-        steps.append(v2.RandomErasing(random_erasing, value=fill))
-    return v2.Compose(steps)
+    return image_transforms.training((size, size), "bilinear", hflip=0.5 * hflip, fill=fill, **options)
 
 
 @dataclass(frozen=True)

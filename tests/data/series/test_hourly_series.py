@@ -60,7 +60,7 @@ def test_columns_are_no_formulas_and_negative_numbers_are_numbers(tmp_path):
 
 
 DAMAGE = {
-    "empty": ("", r"damaged"),
+    "empty": ("", r"expected a header"),
     "no rows": ("date,A\n", r"expected a header"),
     "no date": ("time,A\n1,2\n", r"expected a header"),
     "a gap": (text().replace("2016-02-29 03:00:00", "2016-02-29 04:00:00"), r"line 7: .*03:00"),

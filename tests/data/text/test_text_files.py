@@ -28,11 +28,11 @@ def test_every_byte_is_read(tmp_path, name, pack):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.gz", CONTENT, "damaged"),
-        ("a.gz", gzip.compress(CONTENT, mtime=0)[:-20], "damaged"),
-        ("a.gz", gzip.compress(CONTENT, mtime=0)[:30] + b"?" * 30, "damaged"),
-        ("a.xz", CONTENT, "damaged"),
-        ("a.xz", lzma.compress(CONTENT)[:-20], "damaged"),
+        ("a.gz", CONTENT, "cannot be read"),
+        ("a.gz", gzip.compress(CONTENT, mtime=0)[:-20], "cannot be read"),
+        ("a.gz", gzip.compress(CONTENT, mtime=0)[:30] + b"?" * 30, "cannot be read"),
+        ("a.xz", CONTENT, "cannot be read"),
+        ("a.xz", lzma.compress(CONTENT)[:-20], "cannot be read"),
         ("a.txt", b"", "is empty"),
         ("a.gz", gzip.compress(b"", mtime=0), "is empty"),
     ],
