@@ -48,7 +48,6 @@ def cached_volumes(
     patch: Sequence[int] | None = None,
     workers: int = 2,
     folder: str | None = None,
-    progress: bool = True,
 ) -> CachedVolumes:
     """Prepare all labelled cases before returning, with `workers` threads: held in memory or, with
     `folder`, in a file for each case, which later runs find and any number of folds share.
@@ -81,7 +80,7 @@ def cached_volumes(
                 torch.save(content, file_object)
         return file
 
-    return CachedVolumes(in_threads(held, cases, "preparing volumes", progress, workers))
+    return CachedVolumes(in_threads(held, cases, "preparing volumes", workers=workers))
 
 
 def padded(volume: Any, patch: Sequence[int]) -> Any:

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from torchvision.tv_tensors import Video
 
 from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.fold_assignment import assign_folds, first_of_each, read_groups
 from ndlightnet.data.folders import find_root
-from ndlightnet.data.folds import assign_folds, first_of_each, read_groups
 from ndlightnet.data.image.image_transforms import RandAugment, mixing, seeded
 from ndlightnet.data.made.digits import make_moving_digits
 from ndlightnet.data.sampling import SeededSamples, mixed, replica

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from .video_files import counting, encode
+from .made_videos import counting, encode
 
 
 @pytest.fixture(scope="session")

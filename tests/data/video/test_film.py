@@ -20,7 +20,7 @@ from ndlightnet.data.video.video_decoders import Decoder, decoders
 from ndlightnet.data.video.video_files import PyAVReader, Sample, SeekingReader, check_videos, quickest
 from ndlightnet.data.video.video_stream import VideoStream
 
-from .video_files import MATRICES, as_shown, decoded, each_decoder, encode, jpeg, pour, set_matrix, write_film
+from .made_videos import MATRICES, as_shown, decoded, each_decoder, encode, jpeg, pour, set_matrix, write_film
 
 ASPECTS = [Fraction(1), Fraction(3), Fraction(8, 9), Fraction(1, 2)]
 

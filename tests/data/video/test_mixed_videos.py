@@ -17,7 +17,7 @@ from ndlightnet.data.video.video_files import ENDINGS, PyAVReader, find_videos, 
 from ndlightnet.data.video.video_stream import VideoStream
 from ndlightnet.training import VideoData
 
-from .video_files import as_shown, cover_first, encode, jpeg, set_matrix, write_film
+from .made_videos import as_shown, cover_first, encode, jpeg, set_matrix, write_film
 
 FRAMES, HEIGHT, WIDTH = 6, 48, 96
 FAST = {"movflags": "faststart"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ndlightnet.data.video.clips import ClipDataset
 from ndlightnet.data.video.video_files import Sample
 from ndlightnet.data.video.video_transforms import Framing, plain_clip, to_pixels, train_clip, training
 
-from .video_files import counting, encode, numbers
+from .made_videos import counting, encode, numbers
 
 PLAIN = {
     "scale": (0.5, 1.0),
@@ -156,6 +157,7 @@ def test_without_room_only_the_frames_of_a_clip_are_decoded(thinned, monkeypatch
 
 def test_workers_share_what_they_decode(samples, monkeypatch):
     """The second epoch decodes nothing, whichever process decoded a video in the first."""
+    gc.collect()  # readers that earlier tests left in tracebacks: a forked worker would wait for their threads
     data = ClipDataset(samples * 4, 4, Framing(28))
     whole = torch.stack([item[0] for item in data])
     again = ClipDataset(samples * 4, 4, Framing(28))

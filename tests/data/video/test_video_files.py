@@ -14,7 +14,7 @@ import torch
 from ndlightnet.data.video.video_files import PyAVReader, SeekingReader, load_video
 from ndlightnet.data.video.video_stream import VideoStream
 
-from .video_files import (
+from .made_videos import (
     COUNT,
     FRAMES,
     HEIGHT,

@@ -16,7 +16,7 @@ from ndlightnet.data.media import open_media
 from ndlightnet.data.video.video_files import PyAVReader, Sample, check_videos, load_video
 from ndlightnet.data.video.video_stream import VideoStream
 
-from .video_files import FRAMES, HEIGHT, WIDTH, encode, numbers
+from .made_videos import FRAMES, HEIGHT, WIDTH, encode, numbers
 
 
 def test_a_hole_in_a_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.video.video_decoders import Decoder, TorchCodec, decoders
 from ndlightnet.data.video.video_files import PyAVReader, SeekingReader, ThinVideo, load_video, quickest
 
-from .video_files import COUNT, OPEN, SEEKING, X264, bars, each_decoder, moving_bar, open_video
+from .made_videos import COUNT, OPEN, SEEKING, X264, bars, each_decoder, moving_bar, open_video
 
 
 @pytest.fixture

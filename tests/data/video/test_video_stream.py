@@ -18,7 +18,7 @@ from ndlightnet.data.video import video_stream
 from ndlightnet.data.video.video_files import PyAVReader
 from ndlightnet.data.video.video_stream import VideoStream
 
-from .video_files import HANGS, pour
+from .made_videos import HANGS, pour
 
 FRAMES = 30
 CONTAINERS = ["a.mkv", "a.ts", "a.nut", "a.mp4"]

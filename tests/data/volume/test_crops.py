@@ -176,7 +176,7 @@ def test_a_patch_that_is_larger_than_a_volume(tmp_path):
     files = write(tmp_path / "i.nii", image, np.eye(4)), write(tmp_path / "l.nii", label, np.eye(4))
     case, scale = Case("x", files[:1], files[1]), Intensity(0, 100, 10, 10)
     for folder in (None, str(tmp_path / "cache")):
-        cases = cached_volumes([case], Prepare([scale]), 2, PATCH, 1, folder, False)
+        cases = cached_volumes([case], Prepare([scale]), 2, PATCH, 1, folder)
         image, label, _ = Crops(cases, PATCH, 1, 1.0, 0)[0]
         assert image.shape == (1, *PATCH) and type(image) is torch.Tensor
         assert image.sum() == 2 * (4 * 3 * 6) and label.sum() == 1  # 6 of the 9 along the last axis
@@ -189,7 +189,7 @@ def test_a_cache_knows_the_second_file_of_a_pair(tmp_path):
     case, scale = Case("x", (tmp_path / "i.hdr",), label), Intensity(0, 100, 0, 1)
     for value in (1, 7):
         (tmp_path / "i.img").write_bytes(np.full(PATCH, value, np.int16).tobytes())
-        (held,) = cached_volumes([case], Prepare([scale]), 2, None, 1, tmp_path / "cache", False)
+        (held,) = cached_volumes([case], Prepare([scale]), 2, None, 1, tmp_path / "cache")
         assert (held["image"] == value).all()
 
 

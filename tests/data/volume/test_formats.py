@@ -16,11 +16,7 @@ from ndlightnet.data.volume.file_grid import SLAB, Case
 from ndlightnet.data.volume.formats import ENDINGS, PICTURES, READERS, reader_of, stem
 from ndlightnet.data.volume.volume import Volume
 
-from .files import AFFINE, HU, SHAPE, random_image, random_label, read_all, refuses, write, write_series
-
-
-def load(path: Path) -> Volume:
-    return Volume.read(Case("x", (path,), None))
+from .files import AFFINE, HU, SHAPE, load, random_image, random_label, read_all, refuses, write, write_series
 
 
 def write_itk(path: Path, voxels: np.ndarray, affine: np.ndarray = AFFINE) -> Path:

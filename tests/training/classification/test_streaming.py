@@ -20,7 +20,7 @@ from ndlightnet.data.video.video_transforms import Framing, eval_clips
 from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoTask
 
-from ...data.video.video_files import write_film
+from ...data.video.made_videos import write_film
 
 CAUSAL = "--model.causal=true"
 SIZE, FRAMES = 24, 13  # the network's patch takes two frames, so the last one is half empty

@@ -25,7 +25,7 @@ from ndlightnet.training import VideoData, VideoTask
 from ndlightnet.training.classification.video_data import OpenedVideos
 from ndlightnet.training.core.loading import training_loader
 
-from ...data.video.video_files import encode, write_film
+from ...data.video.made_videos import encode, write_film
 
 COUNTS = {"calm": 10, "fight": 4}  # videos of a class in train; in test 2 each
 

@@ -178,7 +178,7 @@ def test_a_spacing_that_is_not_meant(tmp_path, case):
         refuses(lambda wrong=wrong: Prepare([CT], wrong), None, "data.spacing.*three edges")
     for folder in (None, str(tmp_path / "cache")):
         make = lambda at=folder: cached_volumes(  # noqa: E731
-            [case], Prepare([CT], (1e-3,) * 3), 256, folder=at, progress=False
+            [case], Prepare([CT], (1e-3,) * 3), 256, folder=at
         )
         refuses(make, None, "data.spacing.*shape")
     assert not any((tmp_path / "cache").glob("*"))
@@ -243,7 +243,7 @@ def cases(tmp_path: Path) -> list[Case]:
 def test_prepared_once_and_as_they_are(cases, tmp_path, cached):
     folder = str(tmp_path / "cache") if cached else None
     expected = [Prepare([CT])(Volume.read(case)) for case in cases]
-    data = cached_volumes(cases, Prepare([CT]), 4, folder=folder, progress=False)
+    data = cached_volumes(cases, Prepare([CT]), 4, folder=folder)
     for case in cases:
         case.images[0].unlink()
     assert len(data) == 3
@@ -263,7 +263,7 @@ def test_prepared_once_and_as_they_are(cases, tmp_path, cached):
 def test_padded_to_a_patch_with_places_of_each_class(cases, tmp_path, cached, monkeypatch):
     monkeypatch.setattr(cache, "KEPT_PER_CLASS", 100)
     folder = str(tmp_path / "cache") if cached else None
-    data = cached_volumes(cases, Prepare([CT]), 4, (16, 8, 24), 2, folder, False)
+    data = cached_volumes(cases, Prepare([CT]), 4, (16, 8, 24), 2, folder)
     for item, shape in zip((data[i] for i in range(3)), [(30, 26, 24), (18, 33, 24), (16, 8, 24)], strict=True):
         assert item["image"].shape == item["label"].shape == (1, *shape)
         flat = item["label"].as_tensor().flatten()
@@ -282,7 +282,7 @@ def test_what_the_cache_depends_on(cases, tmp_path):
     def fresh(*arguments) -> int:
         """How many files this made."""
         before = set(cache.glob("*"))
-        cached_volumes(arguments[0], *arguments[1:], folder=str(cache), progress=False)
+        cached_volumes(arguments[0], *arguments[1:], folder=str(cache))
         return len(set(cache.glob("*")) - before)
 
     assert fresh(cases, prepare, 4) == 3
@@ -295,13 +295,13 @@ def test_what_the_cache_depends_on(cases, tmp_path):
     write(cases[1].label, random_label((18, 33, 21), 3, seed=9))
     assert fresh(cases, prepare, 4) == 1
     newest = max(cache.glob("c1.*.pt"), key=lambda file: file.stat().st_mtime_ns)
-    (again,) = cached_volumes(cases[1:2], prepare, 4, folder=str(cache), progress=False).held
+    (again,) = cached_volumes(cases[1:2], prepare, 4, folder=str(cache)).held
     assert again == newest and torch.load(newest, weights_only=True)["label"].max() == 2
 
 
 def test_a_cached_file_that_is_broken(cases, tmp_path):
-    data = cached_volumes(cases, Prepare([CT]), 4, folder=str(tmp_path / "cache"), progress=False)
+    data = cached_volumes(cases, Prepare([CT]), 4, folder=str(tmp_path / "cache"))
     data.held[0].write_bytes(data.held[0].read_bytes()[:500])
     refuses(lambda: data[0], data.held[0], "cannot be read")
     cases[1].images[0].write_bytes(b"none")
-    refuses(lambda: cached_volumes(cases, Prepare([CT]), 4, progress=False), cases[1].images[0], "cannot")
+    refuses(lambda: cached_volumes(cases, Prepare([CT]), 4), cases[1].images[0], "cannot")

@@ -208,7 +208,7 @@ def test_padding_is_that_of_monai(moving: Case, tmp_path: Path, patch: tuple[int
 def test_crops_of_series(moving: Case) -> None:
     """Windows of frames and space; a series that is too short is padded with empty frames."""
     prepare = Prepare([SCALE] * 2)
-    (data,) = cached_volumes([moving], prepare, 3, (T + 2, 5, 4, 12), progress=False)
+    (data,) = cached_volumes([moving], prepare, 3, (T + 2, 5, 4, 12))
     assert data["image"].shape == (2, T + 2, 9, 7, 12) and data["label"].dtype == torch.uint8
     frames = data["label"].as_tensor()[0].flatten(1).any(1)
     assert frames.tolist() == [False, True, True, True, False]
@@ -222,13 +222,13 @@ def test_a_cache_tells_series_from_channels(moving: Case, tmp_path: Path) -> Non
     case = Case("a", moving.images[:1], moving.label, over_time=True)
     folder = str(tmp_path / "cache")
     for _ in range(2):
-        (data,) = cached_volumes([case], Prepare([SCALE]), 3, folder=folder, progress=False)
+        (data,) = cached_volumes([case], Prepare([SCALE]), 3, folder=folder)
         assert data["image"].shape == (1, T, *SHAPE)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_the_fingerprint_is_that_of_space(moving: Case) -> None:
-    found = fingerprint([moving], 3, 2, progress=False)
+    found = fingerprint([moving], 3, 2)
     assert found.shapes.tolist() == [list(SHAPE)]
     np.testing.assert_allclose(found.spacings, [[1.5, 2, 3]], rtol=1e-5)
     counts = np.bincount(random_label((*SHAPE, T)).ravel())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folds import assign_folds, first_of_each, read_groups
+from ndlightnet.data.fold_assignment import assign_folds, first_of_each, read_groups
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 7))
