@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ndlightnet.data.signals import read_recordings
+from ndlightnet.data.signal.recordings import read_recordings
 
 ROOT = Path(__file__).parents[1]
 ROOM_NAMES = ("", "ndlightnet", "ndlightnet/integrations", "kernels", "tasks", "configs")

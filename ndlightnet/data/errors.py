@@ -114,10 +114,10 @@ def writable(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         # torch.save to an open file raises a RuntimeError after the disk's OSError
-        said = error.__context__ if isinstance(error, RuntimeError) else error
-        if not isinstance(said, OSError):
+        disk_error = error.__context__ if isinstance(error, RuntimeError) else error
+        if not isinstance(disk_error, OSError):
             raise
-        raise DataError(f"{path}: cannot be written ({said.strerror or said})") from error
+        raise DataError(f"{path}: cannot be written ({disk_error.strerror or disk_error})") from error
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler, default_collate
 
+from ndlightnet.data.sampling import replica
 from ndlightnet.layout import pack, per_axis
 
 
@@ -52,9 +53,9 @@ class PadCollate:
         batch = first.new_zeros(len(samples), len(first), *largest)
         mask = torch.zeros(len(samples), *largest, dtype=torch.bool)
         for row, x in enumerate(samples):
-            here: Any = tuple(slice(size) for size in x.shape[1:])
-            batch[(row, slice(None), *here)] = x
-            mask[(row, *here)] = True
+            place: Any = tuple(slice(size) for size in x.shape[1:])
+            batch[(row, slice(None), *place)] = x
+            mask[(row, *place)] = True
         return (batch, mask, *default_collate([tuple(item[1:]) for item in items]))
 
 
@@ -71,41 +72,27 @@ class TokenBudgetSampler(Sampler[list[int]]):
         lengths: tokens of every sample; see `token_count`.
         budget: most tokens of a batch; ValueError if a sample is longer.
         shuffle: other batches every epoch, drawn from `seed` and the number given to `set_epoch`.
-        num_replicas, rank: of distributed training; default: those of the process group, if any.
-            If there are fewer samples than batches, some samples come twice.
+
+    Each process of a distributed training gets its share of the batches; if there are fewer samples than batches, some
+    samples come twice.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        budget: int,
-        shuffle: bool = True,
-        seed: int = 0,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-    ) -> None:
+    def __init__(self, lengths: Sequence[int], budget: int, shuffle: bool = True, seed: int = 0) -> None:
         self.lengths, self.budget = [int(n) for n in lengths], budget
         if not self.lengths:
             raise ValueError("lengths=[]: expected one or more")
         longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
         if self.lengths[longest] > budget:
             raise ValueError(f"lengths[{longest}]={self.lengths[longest]}: expected at most budget={budget}")
-        group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if num_replicas is None:
-            num_replicas = torch.distributed.get_world_size() if group else 1
-        if rank is None:
-            rank = torch.distributed.get_rank() if group else 0
-        if not 0 <= rank < num_replicas:
-            raise ValueError(f"rank={rank}: expected 0 to {num_replicas - 1}")
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
-        self.num_replicas, self.rank = num_replicas, rank
+        self.rank, self.num_replicas = replica()
         # groups of lengths with the same number of bits: the longest are dealt out first, which
         # leaves little of the budget unused, and within a group the order is random
         groups: dict[int, list[int]] = {}
         for index, length in enumerate(self.lengths):
             groups.setdefault(length.bit_length(), []).append(index)
         self._groups = [groups[bits] for bits in sorted(groups, reverse=True)]
-        self.num_batches = -(-self._enough() // num_replicas) * num_replicas
+        self.num_batches = -(-self._enough() // self.num_replicas) * self.num_replicas
 
     def _enough(self) -> int:
         """Return a number of batches that suffices for all samples, in any order within groups.
@@ -137,8 +124,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
 
         def order(n: int) -> list[int]:
-            made: list[int] = torch.randperm(n, generator=generator).tolist()
-            return made if self.shuffle else sorted(made)
+            numbers: list[int] = torch.randperm(n, generator=generator).tolist()
+            return numbers if self.shuffle else sorted(numbers)
 
         batches: list[list[int]] = [[] for _ in range(self.num_batches)]
         loads = [(0, number) for number in range(self.num_batches)]  # a heap

@@ -26,8 +26,8 @@ import yaml
 from torch import Tensor, nn
 
 import ndlightnet.training
-from ndlightnet.data.digits import make_moving_digits
-from ndlightnet.data.series import Series, write_series
+from ndlightnet.data.made.digits import make_moving_digits
+from ndlightnet.data.series.hourly_series import Series, write_series
 from ndlightnet.nn import MDTPE, MultiheadAttention, mixers
 
 HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd import grad
 
-from ndlightnet.data.series import simple_forecasts
+from ndlightnet.data.series.hourly_series import simple_forecasts
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention

@@ -9,16 +9,16 @@ import pytest
 import torch
 import yaml
 
-from ndlightnet.data.digits import DIGITS, MOTIONS
-from ndlightnet.data.image_folder import class_names
-from ndlightnet.data.images import read_images
+from ndlightnet.data.folders import class_names
+from ndlightnet.data.image.image_sets import read_images
+from ndlightnet.data.made import moving_phantoms
+from ndlightnet.data.made.digits import DIGITS, MOTIONS
+from ndlightnet.data.made.phantoms import LABELS
 from ndlightnet.data.packing import PackCollate, PadCollate
-from ndlightnet.data.series import read_series
-from ndlightnet.data.signals import read_recordings
-from ndlightnet.data.video import read_video_folder
-from ndlightnet.data.volume import moving_phantoms
+from ndlightnet.data.series.hourly_series import read_series
+from ndlightnet.data.signal.recordings import read_recordings
+from ndlightnet.data.video.video_files import read_video_folder
 from ndlightnet.data.volume.datasets import read_dataset
-from ndlightnet.data.volume.phantoms import LABELS
 from ndlightnet.nn import mixers
 from ndlightnet.training import (
     ForecastTask,

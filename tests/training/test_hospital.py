@@ -35,7 +35,7 @@ def test_12_videos_of_which_6_are_broken(classify, tmp_path):
     assert sorted(path for line in done.errors for path in begin if line.startswith(path)) == (sorted(begin))
     assert len(done.errors) == 6
     (note,) = [line for line in done.err.splitlines() if line.startswith("note: ")]
-    assert "3 entries are left out: dangling.mp4, folder.mp4, picture.png (expected" in note
+    assert "2 entries are left out: dangling.mp4, picture.png (expected" in note
     found = json.loads((out / "predictions.json").read_text())
     assert sorted(found) == sorted(map(str, good))
     assert len(list(out.glob("*.png"))) == 6 and len(list(out.iterdir())) == 7

@@ -15,8 +15,8 @@ import pytest
 import torch
 import yaml
 
-from ndlightnet.data.digits import make_moving_digits
-from ndlightnet.data.series import Series, write_series
+from ndlightnet.data.made.digits import make_moving_digits
+from ndlightnet.data.series.hourly_series import Series, write_series
 from ndlightnet.training import (
     ForecastTask,
     GenerationTask,

@@ -91,7 +91,7 @@ class Augment:
             chosen = torch.rand(len(image), generator=generator) < PROBABILITIES["mirror"]
             for x in (image, label):
                 if x is not None:
-                    change(x, chosen, lambda part, axis=axis: part.flip(axis + 2))
+                    change(x, chosen, lambda rows, axis=axis: rows.flip(axis + 2))
         return image, label
 
     def _check(self, image: Tensor, label: Tensor | None) -> None:
@@ -134,7 +134,7 @@ class Augment:
             for x, mode in ((image, "bilinear"), (label, "nearest")):
                 if x is not None:  # frames as channels
                     channels = x.view(batch, -1, *x.shape[-axes:])
-                    change(channels, chosen, lambda part, mode=mode: sample(part, grid, mode))
+                    change(channels, chosen, lambda rows, mode=mode: sample(rows, grid, mode))
 
 
 def _space(x: Tensor) -> int:
@@ -149,14 +149,14 @@ def put(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def change(rows: Tensor, chosen: Tensor, function: Callable[..., Tensor], *given: Tensor) -> None:
-    """Set rows[chosen] = function(rows[chosen], *(g[chosen] for g in given)). `chosen`, bool
-    (rows,), and `given`, (rows,) each, are on the CPU; `function` gets them as (chosen, 1, ...)."""
+def change(rows: Tensor, chosen: Tensor, function: Callable[..., Tensor], *strengths: Tensor) -> None:
+    """Set rows[chosen] = function(rows[chosen], *(s[chosen] for s in strengths)). `chosen`, bool
+    (rows,), and `strengths`, (rows,) each, are on the CPU; `function` gets them as (chosen, 1, ...)."""
     picked = chosen.nonzero()[:, 0]
     if not len(picked):
         return
     at, ones = put(picked, rows.device), (1,) * (rows.ndim - 1)
-    columns = [put(g[picked].view(-1, *ones), rows.device) for g in given]
+    columns = [put(s[picked].view(-1, *ones), rows.device) for s in strengths]
     rows.index_copy_(0, at, function(rows.index_select(0, at), *columns))
 
 
@@ -191,15 +191,15 @@ def sampling_grid(matrix: Tensor, space: Sequence[int], device: torch.device) ->
         total = row[:, -1].view(-1, *ones)
         for axis, size in enumerate(space):
             line = torch.arange(size, device=device) - (size - 1) / 2
-            shape = [size if other == axis else 1 for other in range(len(space))]
+            shape = [size if n == axis else 1 for n in range(len(space))]
             total = total + row[:, axis].view(-1, *ones) * line.view(shape)
         coordinates.append(total)
     return torch.stack(coordinates[::-1], -1)
 
 
 def sample(x: Tensor, grid: Tensor, mode: str) -> Tensor:
-    found = F.grid_sample(x.float(), grid, mode, "reflection", align_corners=False)
-    return found.to(x.dtype)
+    sampled = F.grid_sample(x.float(), grid, mode, "reflection", align_corners=False)
+    return sampled.to(x.dtype)
 
 
 def change_intensities(image: Tensor, fine: Sequence[int], generator: torch.Generator) -> None:
@@ -233,8 +233,8 @@ def change_intensities(image: Tensor, fine: Sequence[int], generator: torch.Gene
 
 
 def noise_like(x: Tensor, seed: int) -> Tensor:
-    own = torch.Generator(x.device).manual_seed(seed)
-    return torch.randn(x.shape, generator=own, device=x.device)
+    generator = torch.Generator(x.device).manual_seed(seed)
+    return torch.randn(x.shape, generator=generator, device=x.device)
 
 
 def blur(x: Tensor, *sigmas: Tensor) -> Tensor:

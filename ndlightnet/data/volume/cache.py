@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import atomic_write, readable
 from ndlightnet.data.threads import in_threads
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.formats import companions
-from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.transforms import Prepare
 from ndlightnet.data.volume.volume import Volume
 
@@ -48,7 +48,6 @@ def cached_volumes(
     patch: Sequence[int] | None = None,
     workers: int = 2,
     folder: str | None = None,
-    progress: bool = True,
 ) -> CachedVolumes:
     """Prepare all labelled cases before returning, with `workers` threads: held in memory or, with
     `folder`, in a file for each case, which later runs find and any number of folds share.
@@ -77,17 +76,17 @@ def cached_volumes(
         file = Path(folder) / f"{case.name}.{_key(case, prepare, classes, patch)}.pt"
         if not file.exists():
             content = made(case)
-            with atomic_write(file) as draft, draft.open("wb") as kept:
-                torch.save(content, kept)
+            with atomic_write(file) as draft, draft.open("wb") as file_object:
+                torch.save(content, file_object)
         return file
 
-    return CachedVolumes(in_threads(held, cases, "preparing volumes", progress, workers))
+    return CachedVolumes(in_threads(held, cases, "preparing volumes", workers=workers))
 
 
 def padded(volume: Any, patch: Sequence[int]) -> Any:
     """Pad a MetaTensor (channels, [frames,] x, y, z) with zeros on both sides of each axis that is
     shorter than `patch`. (MONAI's transform takes no frames.)"""
-    missing = [max(0, wanted - n) for n, wanted in zip(volume.shape[1:], patch, strict=True)]
+    missing = [max(0, size - n) for n, size in zip(volume.shape[1:], patch, strict=True)]
     if not any(missing):
         return volume
     before = [n // 2 for n in missing]
@@ -110,7 +109,7 @@ def _key(case: Case, prepare: Prepare, classes: int, patch: Sequence[int] | None
     files = [
         file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path, *companions(path)])
     ]
-    there = [f for f in files if f.is_file()]  # a link may lead nowhere
-    states = [(str(f.resolve()), f.stat().st_mtime_ns, f.stat().st_size) for f in there]
-    how = (prepare.intensities, prepare.spacing, prepare.channels, classes, patch, case.over_time)
-    return hashlib.sha256(repr((FORM, how, states)).encode()).hexdigest()[:16]
+    existing = [f for f in files if f.is_file()]  # a link may lead nowhere
+    states = [(str(f.resolve()), f.stat().st_mtime_ns, f.stat().st_size) for f in existing]
+    preparation = (prepare.intensities, prepare.spacing, prepare.channels, classes, patch, case.over_time)
+    return hashlib.sha256(repr((FORM, preparation, states)).encode()).hexdigest()[:16]

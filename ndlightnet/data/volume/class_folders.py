@@ -19,11 +19,11 @@ from monai.transforms.croppad.array import ResizeWithPadOrCrop
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folders import leave_out
-from ndlightnet.data.images import ImageSet
+from ndlightnet.data.folders import class_folders, class_names
+from ndlightnet.data.image.image_sets import ImageSet
 from ndlightnet.data.threads import in_threads
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume, upright
 
 PERCENTILES = (0.5, 99.5)
@@ -32,37 +32,20 @@ PERCENTILES = (0.5, 99.5)
 def list_classes(
     root: str | Path, notes: list[str] | None = None
 ) -> tuple[tuple[str, ...], dict[str, list[tuple[Case, int]]]]:
-    """Return the sorted names of the classes, and for each split its (case, number of the class).
-
-    `find_inputs` says what a class's folder may hold; a line on entries that are left out of each
-    is added to `notes`. DataError for a missing split, a single class, a class that train does not
-    have, and a folder without a volume.
-    """
+    """Return the sorted names of the classes, and for each split its (case, number of the class). `find_inputs` says
+    what a class's folder may hold; a line on entries that are left out of each is added to `notes`. DataError as
+    `class_folders` and `find_inputs`."""
     root = Path(root)
-    classes = tuple(path.name for path in _folders(root / "train"))
-    if len(classes) < 2:
-        raise DataError(f"{root / 'train'}: has the classes {list(classes)}, expected two or more")
-    parts: dict[str, list[tuple[Case, int]]] = {}
-    for part in ("train", "val", "test"):
-        if part == "val" and not (root / part).exists():
-            continue
-        parts[part] = found = []
-        for folder in _folders(root / part):
-            if folder.name not in classes:
-                raise DataError(f"{folder}: a class that train lacks, it has {list(classes)}")
-            label = classes.index(folder.name)
-            found += [(case, label) for case in find_inputs(folder, notes=notes)]
-        if not found:
-            raise DataError(f"{root / part}: has no class's folder")
-        beside = [path for path in (root / part).iterdir() if not path.is_dir()]
-        leave_out(beside, root / part, "a folder for each class", notes)
-    return classes, parts
-
-
-def _folders(path: Path) -> list[Path]:
-    if not path.is_dir():
-        raise DataError(f"{path}: no such folder")
-    return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    classes = class_names(root / "train")
+    splits = [name for name in ("train", "val", "test") if name != "val" or (root / name).exists()]
+    return classes, {
+        split: [
+            (case, label)
+            for folder, label in class_folders(root / split, classes, notes)
+            for case in find_inputs(folder, notes=notes)
+        ]
+        for split in splits
+    }
 
 
 def load_upright(case: Case) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.visits import order
+from ndlightnet.data.sampling import order
 
 
 class Crops(Dataset[tuple[Tensor, Tensor, int]]):

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ndlightnet.data.errors import DataError, one_line
-from ndlightnet.data.folders import files_below, leave_out
+from ndlightnet.data.folders import files_below, report_skipped
 from ndlightnet.data.volume.dicom_tree import Series, find_series
-from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, PICTURES, companions, reader_of, stem
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
+from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, PICTURES, RESULTS, companions, reader_of, stem
+from ndlightnet.data.volume.image_planes import has_colours
 from ndlightnet.data.volume.nifti import is_header
-from ndlightnet.data.volume.pictures import has_colours
 
 WANTED = f"{', '.join(ENDINGS)} or a {FOLDER.name}"
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after the case
@@ -51,7 +51,7 @@ def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
         raise DataError(f"{folder}: no such folder")
     file = folder / "dataset.json"
     try:
-        found = _read(file, json.loads(file.read_bytes()), notes)
+        dataset = _read(file, json.loads(file.read_bytes()), notes)
     except DataError:
         raise
     except FileNotFoundError as error:
@@ -64,12 +64,12 @@ def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
         raise DataError(f"{file}: is not valid JSON ({one_line(error)})") from error
     except RecursionError as error:
         raise DataError(f"{file}: is nested too deeply to be read") from error
-    if not found.training and not found.test:
+    if not dataset.training and not dataset.test:
         raise DataError(f"{file}: lists no case for training or test")
-    for case in found.training:
+    for case in dataset.training:
         if case.label is None:
             raise DataError(f"{file}: training case {case.name!r} has no label")
-    return found
+    return dataset
 
 
 def _read(file: Path, listing: Any, notes: list[str] | None) -> Dataset:
@@ -100,8 +100,8 @@ def _numbered(file: Path, listing: dict[str, Any], key: str) -> tuple[str, ...]:
     # int refuses texts of more than 4,300 digits
     numbers = sorted(int(n) if n.isdecimal() and len(n) < 10 else -1 for n in names)
     if numbers != list(range(len(names))):
-        given = one_line(sorted(names))
-        raise DataError(f"{file}: {key!r} should number from 0 without gaps, has {given}")
+        listed = one_line(sorted(names))
+        raise DataError(f"{file}: {key!r} should number from 0 without gaps, has {listed}")
     return tuple(str(names[number]) for number in sorted(names, key=int))
 
 
@@ -110,7 +110,7 @@ def _listed(file: Path, listing: dict[str, Any], key: str, channels: int) -> tup
     if not isinstance(entries, list):
         raise DataError(f"{file}: {key!r} should be a list")
     listed: list[Path] = []
-    found: list[tuple[tuple[Path, ...], Path | None]] = []
+    cases: list[tuple[tuple[Path, ...], Path | None]] = []
     for entry in entries:
         fields = entry if isinstance(entry, dict) else {"image": entry}
         images, label = fields.get("image"), fields.get("label")
@@ -128,9 +128,9 @@ def _listed(file: Path, listing: dict[str, Any], key: str, channels: int) -> tup
         for path in [*paths, label_path]:
             if path is not None:
                 _check_there(path, file)
-        found.append((tuple(paths), label_path))
+        cases.append((tuple(paths), label_path))
     names = _names(file.parent, listed)
-    return tuple(Case(name, *files) for name, files in zip(names, found, strict=True))
+    return tuple(Case(name, *files) for name, files in zip(names, cases, strict=True))
 
 
 def _of_nnunet_1(path: Path, channels: int) -> list[Path]:
@@ -182,8 +182,8 @@ def _named_numbers(file: Path, numbers: Any) -> tuple[str, ...]:
     if any(type(number) is not int for number in numbers.values()) or (
         sorted(numbers.values()) != list(range(len(numbers)))
     ):
-        given = one_line(list(numbers.values()))
-        raise DataError(f"{file}: 'labels' should number from 0 without gaps, has {given}")
+        listed = one_line(list(numbers.values()))
+        raise DataError(f"{file}: 'labels' should number from 0 without gaps, has {listed}")
     return tuple(sorted(numbers, key=lambda name: int(numbers[name])))
 
 
@@ -195,9 +195,9 @@ def _split(file: Path, kind: str, ending: str, channels: int, notes: list[str] |
     files = _volumes_in(images, (ending,))
     if ending in PICTURES and all(stem(path).endswith("_0000") for path in files):
         channels = 1  # one file of several colours, such as RGB
-    leave_out({*images.iterdir()} - _read_of(images, files), images, f"CASE_0000{ending}", notes)
-    there = _volumes_in(labels, (*ENDINGS, *PICTURES)) if labels.is_dir() else []
-    labelled = {_in_small(path): path for path in there}
+    report_skipped({*images.iterdir()} - _read_of(images, files), images, f"CASE_0000{ending}", notes)
+    label_files = _volumes_in(labels, (*ENDINGS, *PICTURES)) if labels.is_dir() else []
+    labelled = {_in_small(path): path for path in label_files}
     for path in files:
         if not NUMBERED.fullmatch(stem(path)):
             raise DataError(f"{path}: should be called CASE_0000{ending}, CASE_0001{ending}, ...")
@@ -215,17 +215,17 @@ def _split(file: Path, kind: str, ending: str, channels: int, notes: list[str] |
 def _joined(files: Sequence[Path], channels: int) -> dict[Path, tuple[Path, ...]]:
     """Group CASE_0000.nii, CASE_0001.nii, ... to {CASE.nii: its `channels` files, there or not}."""
     cases = {}
-    there = {_in_small(path): path for path in files}
-    if len(there) < len(files):
-        twin = next(path for path in files if there[_in_small(path)] != path)
-        raise DataError(f"{twin}: {there[_in_small(twin)].name} is there as well; remove one")
-    for small, path in there.items():
+    by_name = {_in_small(path): path for path in files}
+    if len(by_name) < len(files):
+        twin = next(path for path in files if by_name[_in_small(path)] != path)
+        raise DataError(f"{twin}: {by_name[_in_small(twin)].name} is there as well; remove one")
+    for small, path in by_name.items():
         case, channel = _case_of(small), int(stem(path)[-4:])
         if channel >= channels:
             raise _too_many(path, channel, channels)
         ending = small.name[len(stem(small)) :]
-        wanted = [path.with_name(f"{stem(case)}_{c:04}{ending}") for c in range(channels)]
-        cases[case] = tuple(there.get(one, one) for one in wanted)
+        expected = [path.with_name(f"{stem(case)}_{c:04}{ending}") for c in range(channels)]
+        cases[case] = tuple(by_name.get(one, one) for one in expected)
     return cases
 
 
@@ -274,7 +274,7 @@ def find_inputs(
             raise DataError(f"{path}: dataset.json lists no test case")
         return list(cases)
     series: list[Series] = []
-    left = ""
+    note = ""
     try:
         if path.is_file():
             files, home = [path], path.parent
@@ -285,21 +285,21 @@ def find_inputs(
                 more = "" if pictures else f" ({', '.join(PICTURES)} with data.patch of 2 sizes)"
                 raise DataError(f"{path}: is not a {FILES}{more}; for DICOM give the folder of the series")
         else:
-            named, home = _named(files_below(path), endings), path
+            named, home = _named(map(Path, files_below(path, RESULTS, _pass_over)), endings), path
             files = [file for file in named if _is_there(file)]
             homes = {file.parent for file in files}
             # what lies below a folder of volumes are masks or predictions of them
             files = [file for file in files if not homes & {*file.parent.parents}]
-            series, left, slices = find_series(path, modality)
+            series, note, slices = find_series(path, modality)
             unread = {*named} - {*files}
             entries = {*path.iterdir()} - {folder for file in unread for folder in file.parents}
-            leave_out((entries | unread) - _read_of(path, files, slices), path, WANTED, notes)
+            report_skipped((entries | unread) - _read_of(path, files, slices), path, WANTED, notes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     if not files and not series:
-        raise DataError(left or f"{path}: holds no {FILES} and no {FOLDER.name}")
-    if left and notes is not None:
-        notes.append(left)
+        raise DataError(note or f"{path}: holds no {FILES} and no {FOLDER.name}")
+    if note and notes is not None:
+        notes.append(note)
     plain = {s.folder.resolve() if s.folder == path else s.folder: s for s in series if not s.name}
     first = [file for file in files if stem(file).endswith("_0000")]
     if pictures and any(map(has_colours, files)):
@@ -309,20 +309,24 @@ def find_inputs(
     else:
         begun = {_case_of(file) for file in first}
         numbered = [f for f in files if NUMBERED.fullmatch(stem(f)) and _case_of(f) in begun]
-    found: list[tuple[Path, tuple[Path, ...]]]
-    found = [(path, (path,)) for path in [*plain, *files] if path not in numbered]
-    found = sorted([*found, *_joined(numbered, channels).items()])
-    names = _names(home, [path for path, _ in found])
-    made = [
+    volumes: list[tuple[Path, tuple[Path, ...]]]
+    volumes = [(path, (path,)) for path in [*plain, *files] if path not in numbered]
+    volumes = sorted([*volumes, *_joined(numbered, channels).items()])
+    names = _names(home, [path for path, _ in volumes])
+    inputs = [
         Case(name, images, None, tuple(plain[place].files) if place in plain else ())
-        for name, (place, images) in zip(names, found, strict=True)
+        for name, (place, images) in zip(names, volumes, strict=True)
     ]
-    made += [Case(s.name, (s.folder,), None, tuple(s.files)) for s in series if s.name]
-    made.sort(key=lambda case: case.name)
-    for one, after in pairwise(made):
+    inputs += [Case(s.name, (s.folder,), None, tuple(s.files)) for s in series if s.name]
+    inputs.sort(key=lambda case: case.name)
+    for one, after in pairwise(inputs):
         if one.name == after.name:
             raise _same_name(after.images[0], after.name)
-    return made
+    return inputs
+
+
+def _pass_over(_: OSError) -> None:
+    """Do nothing for a folder that cannot be opened: `find_series` counts it."""
 
 
 def _volumes_in(folder: Path, endings: tuple[str, ...] = ENDINGS) -> list[Path]:
@@ -354,10 +358,10 @@ def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
     names = [stem(path) for path in paths]
     if len(set(names)) < len(names):
         places = [Path(os.path.relpath(path, folder)).parts or (path.name,) for path in paths]
-        names = ["_".join([*parts[:-1], stem(Path(parts[-1]))]) for parts in places]
+        names = ["_".join([*folders[:-1], stem(Path(folders[-1]))]) for folders in places]
         if len(set(names)) < len(set(places)):
-            whole = ["_".join(parts) for parts in places]
-            names = [w if names.count(n) > 1 else n for n, w in zip(names, whole, strict=True)]
+            full = ["_".join(folders) for folders in places]
+            names = [w if names.count(n) > 1 else n for n, w in zip(names, full, strict=True)]
     taken: set[str] = set()
     for path, name in zip(paths, names, strict=True):
         if name in taken:

@@ -25,7 +25,7 @@ from ndlightnet.data.volume.dicom_headers import (
     text_of,
 )
 from ndlightnet.data.volume.dicom_voxels import read_voxels
-from ndlightnet.data.volume.grid import EDGES, FileGrid, Read, label_array
+from ndlightnet.data.volume.file_grid import EDGES, FileGrid, Read, label_array
 
 # Slices are even if no step is off the median by more than this fraction; a missing slice gives 1.
 EVEN_GAPS = 0.1
@@ -144,8 +144,8 @@ def _check_same(one: Slice, first: Slice) -> None:
     shared("FrameOfReferenceUID", frames[0] == frames[1] or "" in frames)
     # Slope and intercept may change from slice to slice (PET); no slice may lack them.
     for tag in sorted({*one.scaling} ^ {*first.scaling}):
-        odd, other = (one, first) if tag in first.scaling else (first, one)
-        raise DataError(f"{odd.file}: has no {tag}, which {other.file.name} of its series has")
+        odd, complete = (one, first) if tag in first.scaling else (first, one)
+        raise DataError(f"{odd.file}: has no {tag}, which {complete.file.name} of its series has")
 
 
 def _thickness(one: Slice) -> float:
@@ -158,7 +158,7 @@ def _thickness(one: Slice) -> float:
         "SliceThickness",
         1,
         f"0 (not known) or {low:g} to {high:g} (mm)",
-        lambda found: found[0] == 0 or low <= found[0] <= high,
+        lambda mm: mm[0] == 0 or low <= mm[0] <= high,
     )
     return float(mm[0])
 

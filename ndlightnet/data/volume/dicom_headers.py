@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydicom.uid import UID
 
 from ndlightnet.data.errors import DataError, one_line, readable
-from ndlightnet.data.volume.grid import EDGES
+from ndlightnet.data.volume.file_grid import EDGES
 
 Numbers = NDArray[np.float64]
 # Classes whose images are slices positioned in the patient; others count if they have a position.
@@ -21,7 +21,7 @@ PLANES = re.compile(r"(Legacy Converted )?(Enhanced )?(CT|MR|PET|Positron Emissi
 SCOUTS = re.compile("locali[sz]er|scout|survey|surview|topogram|scanogram", re.IGNORECASE)
 FARTHEST = 1e6  # mm from the origin; nothing is scanned a kilometre away
 # Cosines are written with three or more decimals: each of three numbers is up to 0.0005 off.
-ROUNDED = 1e-3
+COSINE_ERROR = 1e-3
 SCALING = ("RescaleSlope", "RescaleIntercept")
 SAME_PLACE = 0.01  # mm
 # What differs between the volumes of one series: echoes, acquisitions, phases, kinds of images,
@@ -111,28 +111,28 @@ def is_mosaic(header: Any) -> bool:
 
 
 def numbers(
-    header: Any, tag: str, count: int, expected: str, good: Callable[[Numbers], Any] = lambda found: True
+    header: Any, tag: str, count: int, expected: str, good: Callable[[Numbers], Any] = lambda values: True
 ) -> Numbers:
     """Return the `count` finite numbers of a tag. DataError, with the file, the tag and its value,
     if it is missing, does not hold such numbers, or they are not `good`."""
     try:  # pydicom converts a value when it is asked for
         value = header.get(tag)
-        found = np.array(value, dtype=float).reshape(-1)
+        values = np.array(value, dtype=float).reshape(-1)
     except Exception as error:
-        value, found = text_of(header, tag) or error, np.empty(0)
+        value, values = text_of(header, tag) or error, np.empty(0)
     if value is None:
         raise DataError(f"{header.filename}: has no {tag}, or is cut short before it")
-    if len(found) != count or not np.isfinite(found).all() or not good(found):
+    if len(values) != count or not np.isfinite(values).all() or not good(values):
         raise DataError(f"{header.filename}: {tag} is {one_line(value)}, expected {expected}")
-    return found
+    return values
 
 
-def whole(header: Any, tag: str, default: int, among: range | tuple[int, ...]) -> int:
+def whole_number(header: Any, tag: str, default: int, among: range | tuple[int, ...]) -> int:
     """Return the whole number of a tag, one of `among`; `default` if it is missing."""
     if text_of(header, tag) == "":
         return default
     some = f"{among[0]} to {among[-1]}" if isinstance(among, range) else " or ".join(map(str, among))
-    return int(numbers(header, tag, 1, some, lambda found: found[0] in among)[0])
+    return int(numbers(header, tag, 1, some, lambda values: values[0] in among)[0])
 
 
 def place_of(header: Any) -> Numbers:
@@ -143,11 +143,11 @@ def checked(header: Any) -> Slice:
     """Return the slice of a header, with its numbers checked. DataError names the file, the tag,
     its value and what was expected."""
     file = Path(header.filename)
-    if whole(header, "NumberOfFrames", 1, range(2**31)) > 1:
+    if whole_number(header, "NumberOfFrames", 1, range(2**31)) > 1:
         raise DataError(f"{file}: holds several frames; only files of one slice can be read")
     if (kind := text_of(header, "PhotometricInterpretation")) == "":
         raise DataError(f"{file}: has no PhotometricInterpretation, or is cut short before it")
-    if whole(header, "SamplesPerPixel", 1, (1, 3, 4)) > 1 or not kind.startswith("MONOCHROME"):
+    if whole_number(header, "SamplesPerPixel", 1, (1, 3, 4)) > 1 or not kind.startswith("MONOCHROME"):
         raise DataError(
             f"{file}: PhotometricInterpretation is {one_line(kind)}, expected MONOCHROME1 or "
             "MONOCHROME2: voxels should be real numbers, are colours"
@@ -170,9 +170,9 @@ def checked(header: Any) -> Slice:
     )
     sides = range(1, 2**16)
     rows, columns = (
-        int(numbers(header, tag, 1, "1 to 65535", lambda found: found[0] in sides)[0]) for tag in ("Rows", "Columns")
+        int(numbers(header, tag, 1, "1 to 65535", lambda values: values[0] in sides)[0]) for tag in ("Rows", "Columns")
     )
-    whole(header, "BitsAllocated", 16, (8, 16, 32))
+    whole_number(header, "BitsAllocated", 16, (8, 16, 32))
     lengths = np.linalg.norm(cosines.reshape(2, 3), axis=1)
     return Slice(
         file,
@@ -189,7 +189,7 @@ def checked(header: Any) -> Slice:
 def _turn(cosines: Numbers) -> bool:
     row, column = cosines.reshape(2, 3)
     lengths = np.linalg.norm([row, column], axis=1)
-    return bool(np.abs(lengths - 1).max() <= ROUNDED and abs(row @ column) <= 2 * ROUNDED)
+    return bool(np.abs(lengths - 1).max() <= COSINE_ERROR and abs(row @ column) <= 2 * COSINE_ERROR)
 
 
 def _scaling(header: Any) -> tuple[str, ...]:
@@ -199,6 +199,6 @@ def _scaling(header: Any) -> tuple[str, ...]:
         return ("ModalityLUTSequence",)
     if not any(tag in header for tag in SCALING):
         return ()
-    numbers(header, "RescaleSlope", 1, "a number other than 0", lambda found: found[0] != 0)
+    numbers(header, "RescaleSlope", 1, "a number other than 0", lambda values: values[0] != 0)
     numbers(header, "RescaleIntercept", 1, "a finite number")
     return SCALING

@@ -27,7 +27,7 @@ from ndlightnet.data.volume.dicom_headers import (
     read_header,
     text_of,
 )
-from ndlightnet.data.volume.formats import ENDINGS, stem
+from ndlightnet.data.volume.formats import ENDINGS, RESULTS, stem
 
 MANY = 500  # files; reading the headers of more takes seconds, which a progress bar shows
 KEPT = 40  # letters of each part of a name
@@ -89,36 +89,36 @@ def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], 
     not unique, by a hash of its UID and folder. A file whose header cannot be read is added to
     every series of its folder, so that they are refused with its name: it may be a slice of any.
     """
-    found: list[Series] = []
-    left: Counter[str] = Counter()
-    folders = _headers(root, left)
+    collected: list[Series] = []
+    skipped: Counter[str] = Counter()
+    folders = _headers(root, skipped)
     for folder, headers in folders.items():
-        _sort_out(folder, headers, found, left)
-    found = [volume for series in found for volume in _volumes(series)]
-    _name(found, root)
-    wanted = []
-    for series in found:
-        other = series.text("Modality").upper()
-        if modality is None or not series.headers or other == modality.upper():
-            wanted.append(series)
+        _sort_out(folder, headers, collected, skipped)
+    collected = [volume for series in collected for volume in _volumes(series)]
+    _name(collected, root)
+    chosen = []
+    for series in collected:
+        its_modality = series.text("Modality").upper()
+        if modality is None or not series.headers or its_modality == modality.upper():
+            chosen.append(series)
         else:
-            left[f"{other or 'unknown'} series"] += 1
-    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(left.items()))
+            skipped[f"{its_modality or 'unknown'} series"] += 1
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(skipped.items()))
     images = "images" if modality is None else f"{modality.upper()} images"
     note = f"{root}: DICOM objects are left out: {listed} (expected series of {images})"
-    return wanted, note if left else "", [file for some in folders.values() for file in some]
+    return chosen, note if skipped else "", [file for some in folders.values() for file in some]
 
 
-def _headers(root: Path, left: Counter[str]) -> dict[Path, dict[Path, Any]]:
+def _headers(root: Path, skipped: Counter[str]) -> dict[Path, dict[Path, Any]]:
     """Return the DICOM files and their headers by folder; None for a header that is unreadable."""
     from rich.progress import track
 
     def count_closed(_: OSError) -> None:
-        left["folder that cannot be opened"] += 1
+        skipped["folder that cannot be opened"] += 1
 
-    below = files_below(root, count_closed)
+    below = map(Path, files_below(root, RESULTS, count_closed))
     files = [file for file in below if not file.name.lower().endswith(ENDINGS)]
-    found: dict[Path, dict[Path, Any]] = {}
+    headers: dict[Path, dict[Path, Any]] = {}
     few = len(files) < MANY
     for file in track(files, "reading DICOM headers", transient=True, disable=few):
         try:
@@ -128,42 +128,42 @@ def _headers(root: Path, left: Counter[str]) -> dict[Path, dict[Path, Any]]:
         if dicom:
             with suppress(DataError):
                 header = read_header(file, TAGS)
-            found.setdefault(file.parent, {})[file] = header
-    return found
+            headers.setdefault(file.parent, {})[file] = header
+    return headers
 
 
-def _sort_out(folder: Path, headers: dict[Path, Any], found: list[Series], left: Counter[str]) -> None:
+def _sort_out(folder: Path, headers: dict[Path, Any], collected: list[Series], skipped: Counter[str]) -> None:
     """Add the series of a folder to `found`, and the counts of its other objects to `left`."""
-    here: dict[str, Series] = {}
+    by_uid: dict[str, Series] = {}
     lost = []
     for file, header in headers.items():
         kind = "" if header is None else kind_of(header)
         if kind:
-            left[kind] += 1
+            skipped[kind] += 1
         elif header is None or "SeriesInstanceUID" not in header:
             lost.append(file)
         else:
-            series = here.setdefault(text_of(header, "SeriesInstanceUID"), Series(folder))
+            series = by_uid.setdefault(text_of(header, "SeriesInstanceUID"), Series(folder))
             series.headers.append(header)
             series.files.append(file)
-    images = [one for one in here.values() if not one.scout]
-    left.update(["localizer"] * sum(len(one.files) for one in here.values() if one.scout))
+    images = [one for one in by_uid.values() if not one.scout]
+    skipped.update(["localizer"] * sum(len(one.files) for one in by_uid.values() if one.scout))
     for series in images or ([Series(folder)] if lost else []):
         series.files += lost
-        _join(found, series)
+        _join(collected, series)
 
 
-def _join(found: list[Series], series: Series) -> None:
+def _join(collected: list[Series], series: Series) -> None:
     """Add a series, or the rest of one: some archives put a fixed number of files into a folder and
     continue in the next. A copy, with the same objects, is a separate series."""
-    for begun in found:
+    for begun in collected:
         same = series.text(ONE_SERIES[0]) and all(begun.text(tag) == series.text(tag) for tag in ONE_SERIES)
         if same and not begun.texts("SOPInstanceUID") & series.texts("SOPInstanceUID"):
             begun.folder = Path(os.path.commonpath([begun.folder, series.folder]))
             begun.headers += series.headers
             begun.files += series.files
             return
-    found.append(series)
+    collected.append(series)
 
 
 def _volumes(series: Series) -> list[Series]:
@@ -215,19 +215,21 @@ def _numbered(places: Sequence[NDArray[np.float64]]) -> list[int]:
     return numbers
 
 
-def _name(found: Sequence[Series], root: Path) -> None:
-    together = Counter(series.folder for series in found)
+def _name(collected: Sequence[Series], root: Path) -> None:
+    together = Counter(series.folder for series in collected)
     taken = Counter(stem(entry).casefold() for entry in [*root.iterdir(), root.resolve()])
     named = [
-        series for series in found if together[series.folder] > 1 or root not in (series.folder, series.folder.parent)
+        series
+        for series in collected
+        if together[series.folder] > 1 or root not in (series.folder, series.folder.parent)
     ]
     for series in named:
         patient = series.text("PatientID") or series.text("PatientName") or "unknown"
-        parts = [patient, series.text("Modality"), series.text("SeriesNumber")]
+        words = [patient, series.text("Modality"), series.text("SeriesNumber")]
         if not series.headers:
-            parts = list(series.folder.relative_to(root).parts)
+            words = list(series.folder.relative_to(root).parts)
         differences = [f"{tag}-{_safe(value)}" for tag, value in series.volume]
-        series.name = "_".join([*map(_safe, filter(None, parts)), *differences])
+        series.name = "_".join([*map(_safe, filter(None, words)), *differences])
         taken[series.name.casefold()] += 1
     for series in named:
         if taken[series.name.casefold()] > 1:

@@ -26,17 +26,17 @@ def read_voxels(header: Any) -> NDArray[Any]:
     names the file, and a transfer syntax that cannot be decoded."""
     file = Path(header.filename)
     with readable(file):
-        whole = header if "PixelData" in header else pydicom.dcmread(file)
-        if whole.get("PixelData") is None:
+        source = header if "PixelData" in header else pydicom.dcmread(file)
+        if source.get("PixelData") is None:
             raise DataError(f"{file}: has no PixelData, or is cut short before it")
-        return np.asarray(apply_rescale(_stored(file, whole), whole)).T
+        return np.asarray(apply_rescale(_stored(file, source), source)).T
 
 
-def _stored(file: Path, whole: Any) -> NDArray[Any]:
+def _stored(file: Path, source: Any) -> NDArray[Any]:
     """Return the stored values (y, x)."""
-    syntax = whole.file_meta.TransferSyntaxUID
+    syntax = source.file_meta.TransferSyntaxUID
     if syntax in JPEG:
-        return _jpeg(file, whole)
+        return _jpeg(file, source)
     try:
         get_decoder(syntax)
     except NotImplementedError:
@@ -44,16 +44,16 @@ def _stored(file: Path, whole: Any) -> NDArray[Any]:
             f"{file}: TransferSyntaxUID is {syntax} ({syntax.name}), expected uncompressed voxels "
             "or RLE, JPEG, JPEG-LS or JPEG 2000"
         ) from None
-    return pixel_array(whole)
+    return pixel_array(source)
 
 
-def _jpeg(file: Path, whole: Any) -> NDArray[Any]:
+def _jpeg(file: Path, source: Any) -> NDArray[Any]:
     """Return the stored values (y, x) as SimpleITK decodes them. It reads files only, and applies
     the rescale of some classes of objects: it gets a file of the stored values alone."""
     import SimpleITK as sitk
 
-    syntax = whole.file_meta.TransferSyntaxUID
-    code = get_frame(whole.PixelData, 0, number_of_frames=1)
+    syntax = source.file_meta.TransferSyntaxUID
+    code = get_frame(source.PixelData, 0, number_of_frames=1)
     if END not in code[-10:]:  # padding may follow; the decoder fills what is missing
         raise DataError(f"{file}: its PixelData ({syntax.name}) is cut short")
     plain = pydicom.Dataset()
@@ -61,7 +61,7 @@ def _jpeg(file: Path, whole: Any) -> NDArray[Any]:
     plain.file_meta.TransferSyntaxUID = syntax
     plain.SOPClassUID, plain.SOPInstanceUID = SecondaryCaptureImageStorage, generate_uid()
     for tag in STORED:
-        setattr(plain, tag, whole[tag].value)
+        setattr(plain, tag, source[tag].value)
     plain.PhotometricInterpretation, plain.PixelData = "MONOCHROME2", encapsulate([code])
     with TemporaryDirectory() as folder:
         copy = Path(folder, "slice.dcm")
@@ -72,8 +72,8 @@ def _jpeg(file: Path, whole: Any) -> NDArray[Any]:
             raise DataError(f"{file}: its PixelData ({syntax.name}) cannot be decoded") from error
     values: NDArray[Any] = sitk.GetArrayFromImage(image)
     rows, columns = values.shape[-2:]
-    if (rows, columns) != (whole.Rows, whole.Columns):
+    if (rows, columns) != (source.Rows, source.Columns):
         raise DataError(
-            f"{file}: its PixelData has {rows} rows and {columns} columns, expected {whole.Rows} and {whole.Columns}"
+            f"{file}: its PixelData has {rows} rows and {columns} columns, expected {source.Rows} and {source.Columns}"
         )
     return values.reshape(rows, columns)

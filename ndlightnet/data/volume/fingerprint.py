@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndlightnet.data.threads import in_threads
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
 SAMPLE = 10_000  # labelled voxels per case whose values are stored
@@ -30,7 +30,7 @@ class Fingerprint:
     voxels: NDArray[np.int64]
 
 
-def fingerprint(cases: Sequence[Case], classes: int, channels: int | None = None, progress: bool = True) -> Fingerprint:
+def fingerprint(cases: Sequence[Case], classes: int, channels: int | None = None) -> Fingerprint:
     """Read every case once and return the statistics. Raises DataError as `Volume.read` does."""
 
     def measure(case: Case) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32], NDArray[np.int64]]:
@@ -48,6 +48,6 @@ def fingerprint(cases: Sequence[Case], classes: int, channels: int | None = None
             np.bincount(label.ravel(), minlength=classes),
         )
 
-    measured = in_threads(measure, cases, "measuring volumes", progress)
+    measured = in_threads(measure, cases, "measuring volumes")
     shapes, spacings, values, voxels = zip(*measured, strict=True)
     return Fingerprint(np.stack(shapes), np.stack(spacings), np.concatenate(values, 1), np.sum(voxels, 0))

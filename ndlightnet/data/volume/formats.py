@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ndlightnet.data.errors import readable
 from ndlightnet.data.volume.dicom import open_series
-from ndlightnet.data.volume.grid import FileGrid, Read
+from ndlightnet.data.volume.file_grid import FileGrid, Read
+from ndlightnet.data.volume.image_planes import open_label, open_picture
 from ndlightnet.data.volume.itk import open_itk
 from ndlightnet.data.volume.nifti import open_nifti, open_pair
-from ndlightnet.data.volume.pictures import open_label, open_picture
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ PICTURES = tuple(end for reader in READERS if reader.picture for end in reader.e
 FOLDER = next(reader for reader in READERS if not reader.endings)
 *_FIRST, _LAST = (reader.name for reader in READERS if reader.endings and not reader.picture)
 FILES = f"{', '.join(_FIRST)} or {_LAST} file"  # for messages
+RESULTS = "derivatives"  # the folder in which BIDS has masks and other results
 
 
 def open_file(path: Path, slices: Sequence[Path] = (), label: bool = False) -> tuple[FileGrid, Read]:

@@ -16,10 +16,11 @@ from nibabel.spm2analyze import Spm2AnalyzeImage
 from numpy.typing import NDArray
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume.grid import NO_SIDES, FileGrid, Read, check_size, four_axes, millimetres, seconds
+from ndlightnet.data.volume import file_grid
+from ndlightnet.data.volume.file_grid import FileGrid, Read
 
 DEFLATED = 1032  # largest compression ratio of gzip
-ROUNDED = 1e-3  # largest relative difference of two spacings of one header
+SPACING_ERROR = 1e-3  # largest relative difference of two spacings of one header
 # The codes of xyzt_units: three bits for space, the next three for time.
 SPACE, TIME = {0: "", 1: "m", 2: "mm", 3: "um"}, {8: "s", 16: "ms", 24: "us"}
 # What a label takes from the header of its scan. Other fields and extensions hold names and dates.
@@ -86,37 +87,37 @@ def _open(path: Path, files: dict[str, Path], kinds: Sequence[Any]) -> tuple[Fil
     holders = {what: FileHolder(str(files[what]), streams.get(what)) for what in files}
     image = kind.from_file_map(holders)
     dtype, held = image.get_data_dtype(), files["image"].stat().st_size
-    shape = four_axes(path, image.shape, dtype)
+    shape = file_grid.four_axes(path, image.shape, dtype)
     most = held * DEFLATED if packed else held
-    check_size(path, shape, dtype.itemsize, most, f"a file of {held} bytes")
+    file_grid.check_size(path, shape, dtype.itemsize, most, f"a file of {held} bytes")
     voxels = image.dataobj.reshape(shape)
 
     def read(z: slice, channel: int) -> NDArray[Any]:
-        part = np.asarray(voxels[:, :, z, channel])
+        layers = np.asarray(voxels[:, :, z, channel])
         if (z.stop, channel + 1) == shape[2:]:
             for stream in streams.values():
                 while packed and stream.read(2**20):
                     pass  # the end raises if the checksum is wrong
                 stream.close()
-        return part
+        return layers
 
     header, notes = image.header, []
     analyze = kind is Spm2AnalyzeImage
     if analyze and "mat" not in streams:
-        notes.append(f"{path}: an Analyze header has no affine: {NO_SIDES}")
+        notes.append(f"{path}: an Analyze header has no affine: {file_grid.NO_SIDES}")
     if not analyze and header["sform_code"] == 0 and header["qform_code"] == 0:
-        notes.append(f"{path}: has no affine (sform_code and qform_code are 0): {NO_SIDES}")
+        notes.append(f"{path}: has no affine (sform_code and qform_code are 0): {file_grid.NO_SIDES}")
     if not analyze and header["sform_code"] > 0:
         axes = slice(min(image.ndim, 3))
         edges = np.linalg.norm(image.affine[:3, :3], axis=0)[axes]
         zooms = np.abs(header["pixdim"][1:4])[axes]
-        if not np.allclose(edges, zooms, rtol=ROUNDED, atol=0):
+        if not np.allclose(edges, zooms, rtol=SPACING_ERROR, atol=0):
             taken, left = (" x ".join(f"{n:.4g}" for n in sides) for sides in (edges, zooms))
             notes.append(f"{path}: its sform has voxels of {taken}, which are taken, pixdim {left}")
     code = 0 if analyze else int(header["xyzt_units"])
     unit = bytes(header["vox_units"]).decode("latin1") if analyze else SPACE.get(code & 7, code)
-    mm = millimetres(path, unit, notes)
-    step = None if analyze else seconds(float(header["pixdim"][4]), TIME.get(code & 56, ""))
+    mm = file_grid.millimetres(path, unit, notes)
+    step = None if analyze else file_grid.seconds(float(header["pixdim"][4]), TIME.get(code & 56, ""))
 
     def labels(array: NDArray[Any]) -> Any:
         single = nibabel.Nifti2Image if header["sizeof_hdr"] == 540 else nibabel.Nifti1Image

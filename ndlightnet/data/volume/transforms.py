@@ -35,10 +35,10 @@ class Intensity:
     deviation: float | None = None
 
     def __post_init__(self) -> None:
-        given = [value is not None for value in (self.low, self.high, self.mean, self.deviation)]
-        if any(given) != all(given):
+        present = [value is not None for value in (self.low, self.high, self.mean, self.deviation)]
+        if any(present) != all(present):
             raise DataError(f"{self}: expected all four numbers or none")
-        if all(given) and not (self.low < self.high and self.deviation > 0):  # type: ignore[operator]
+        if all(present) and not (self.low < self.high and self.deviation > 0):  # type: ignore[operator]
             raise DataError(f"{self}: expected low < high and deviation > 0")
 
     def scale_(self, x: Tensor) -> None:

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError, atomic_write, readable
 from ndlightnet.data.volume.dicom import save_segmentation
+from ndlightnet.data.volume.file_grid import SLAB, Case, FileGrid, Read, label_array
 from ndlightnet.data.volume.formats import open_file
-from ndlightnet.data.volume.grid import SLAB, Case, FileGrid, Read, label_array
 
 # Two grids are the same if no corner is off by more than this fraction of the smallest voxel edge.
 # Headers round: a qform holds a rotation as three float32, good to 3e-4 rad: 0.04 mm at 150 mm.
 SAME_GRID = 0.1
 # Labels that a slope and an intercept in float32 turn into numbers, such as 255 x 1/255, are off by
 # at most the largest of them times the precision.
-ROUNDED = 2**15 * float(np.finfo(np.float32).eps)
+LABEL_ERROR = 2**15 * float(np.finfo(np.float32).eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Volume:
                 )
             _check_frames(grid for grid, _ in [*opened, label or opened[0]])
         turns = None if label is None else _turns(label[0], first, case.over_time)
-        found: list[Tensor] = []
+        images: list[Tensor] = []
         notes: list[str] = []
         units: list[str] = []
         while opened:
@@ -95,15 +95,15 @@ class Volume:
             image, more = _voxels(grid, read)
             units += [grid.value_unit] * (1 if case.over_time else len(image))
             notes += more
-            found.append(image if _same_grid(grid, first) else _onto(image, grid, first))
-        whole = found[0] if len(found) == 1 else torch.cat(found)
-        del found, image, read
+            images.append(image if _same_grid(grid, first) else _onto(image, grid, first))
+        voxels = images[0] if len(images) == 1 else torch.cat(images)
+        del images, image, read
         if case.over_time:
-            whole = whole.unflatten(0, (-1, first.shape[3]))
+            voxels = voxels.unflatten(0, (-1, first.shape[3]))
             if first.time_step is None:
                 notes.append(f"{first.path}: its header tells no time step in seconds")
-        if channels not in (None, len(whole)):
-            raise DataError(f"{first.path}: has {len(whole)} channels, expected {channels}")
+        if channels not in (None, len(voxels)):
+            raise DataError(f"{first.path}: has {len(voxels)} channels, expected {channels}")
         affine = torch.from_numpy(first.affine)
         numbers: Any = None
         if label is not None:
@@ -116,7 +116,7 @@ class Volume:
                 raise DataError(f"{grid.path}: {wrong}")
             numbers = MetaTensor(numbers, affine=affine)
             notes += grid.notes
-        image = MetaTensor(whole, affine=affine)
+        image = MetaTensor(voxels, affine=affine)
         return cls(case, image, numbers, first, tuple(notes), tuple(units))
 
     def onto(self, image: Any) -> tuple[tuple[int, ...], NDArray[np.float64]] | None:
@@ -132,9 +132,9 @@ class Volume:
             return None
         matrix[:3, :3] = np.diag(np.diag(matrix[:3, :3]))  # the rest is rounding
         frames = tuple(image.shape[1:-3])
-        whole = np.eye(len(frames) + 4)
-        whole[len(frames) :, len(frames) :] = matrix
-        return (*frames, *shape), whole
+        padded = np.eye(len(frames) + 4)
+        padded[len(frames) :, len(frames) :] = matrix
+        return (*frames, *shape), padded
 
     def from_ras(self, labels: Tensor) -> NDArray[Any]:
         """Return a view of labels ([frames,] x, y, z) on the grid of `onto` in the file's index
@@ -195,22 +195,22 @@ def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:
     *space, channels = grid.shape
     with readable(grid.path), np.errstate(over="ignore"):  # overflow becomes infinite, see below
         voxels = np.empty((channels, *space), np.float32)
-        for channel, z, part in grid.slabs(read):
-            voxels[channel, :, :, z] = part
+        for channel, z, piece in grid.slabs(read):
+            voxels[channel, :, :, z] = piece
     notes = list(grid.notes)
     for values in voxels.reshape(channels, -1):
         bad, least = 0, np.inf
-        parts = [values[low : low + SLAB] for low in range(0, len(values), SLAB)]
-        for part in parts:
-            finite = np.isfinite(part)
-            bad += len(part) - int(finite.sum())
-            least = min(least, float(part.min(where=finite, initial=np.inf)))
+        pieces = [values[low : low + SLAB] for low in range(0, len(values), SLAB)]
+        for piece in pieces:
+            finite = np.isfinite(piece)
+            bad += len(piece) - int(finite.sum())
+            least = min(least, float(piece.min(where=finite, initial=np.inf)))
         if bad > len(values) / 2:
             raise DataError(f"{grid.path}: has {bad} voxels that are NaN or infinite, over half")
         if bad:
             notes.append(f"{grid.path}: {bad} voxels are NaN or infinite, taken as {least:.6g}")
-            for part in parts:
-                part[~np.isfinite(part)] = least
+            for piece in pieces:
+                piece[~np.isfinite(piece)] = least
     return torch.from_numpy(voxels), notes
 
 
@@ -218,11 +218,11 @@ def _labels(grid: FileGrid, read: Read) -> NDArray[np.int16]:
     """Return labels (1 or frames, x, y, z)."""
     with readable(grid.path), np.errstate(invalid="ignore"):
         numbers = np.empty((grid.shape[3], *grid.shape[:3]), np.int16)
-        for frame, z, part in grid.slabs(read):
-            if not np.isfinite(part).all():
+        for frame, z, layers in grid.slabs(read):
+            if not np.isfinite(layers).all():
                 raise DataError(f"{grid.path}: has labels that are NaN or infinite")
-            numbers[frame, :, :, z] = np.rint(part)
-            if np.abs(numbers[frame, :, :, z] - part).max() > ROUNDED:
+            numbers[frame, :, :, z] = np.rint(layers)
+            if np.abs(numbers[frame, :, :, z] - layers).max() > LABEL_ERROR:
                 wrong = "has labels that are not whole numbers below 32768"
                 raise DataError(f"{grid.path}: {wrong}")
     return numbers
@@ -230,8 +230,8 @@ def _labels(grid: FileGrid, read: Read) -> NDArray[np.int16]:
 
 def _check_frames(grids: Iterable[FileGrid]) -> None:
     """Raise DataError unless all files of a series have as many frames as the first."""
-    first, *others = grids
-    for grid in others:
+    first, *rest = grids
+    for grid in rest:
         if grid.shape[3] != first.shape[3]:
             raise DataError(
                 f"{grid.path}: should have {first.shape[3]} frames as {first.path.name}, has {grid.shape[3]}"
@@ -244,12 +244,12 @@ def _oriented(labels: NDArray[np.int16], turns: Any) -> NDArray[np.int16]:
     return np.ascontiguousarray(np.moveaxis(turned, -1, 0))
 
 
-def _same_grid(one: FileGrid, other: FileGrid) -> bool:
-    return one.shape[:3] == other.shape[:3] and _apart(one, other) <= SAME_GRID * other.edges.min()
+def _same_grid(a: FileGrid, b: FileGrid) -> bool:
+    return a.shape[:3] == b.shape[:3] and _apart(a, b) <= SAME_GRID * b.edges.min()
 
 
-def _apart(one: FileGrid, other: FileGrid) -> float:
-    return float(np.linalg.norm(one.corners - other.corners, axis=1).max())
+def _apart(a: FileGrid, b: FileGrid) -> float:
+    return float(np.linalg.norm(a.corners - b.corners, axis=1).max())
 
 
 def _turns(label: FileGrid, image: FileGrid, over_time: bool) -> Any:
@@ -273,11 +273,11 @@ def _turns(label: FileGrid, image: FileGrid, over_time: bool) -> Any:
     )
 
 
-def _overlap(first: FileGrid, other: FileGrid) -> bool:
+def _overlap(a: FileGrid, b: FileGrid) -> bool:
     """Return whether the boxes around two volumes, on `other`'s index axes, overlap."""
-    inside = first.corners @ np.linalg.inv(other.affine).T
+    inside = a.corners @ np.linalg.inv(b.affine).T
     low, high = inside[:, :3].min(0), inside[:, :3].max(0)
-    return bool((high >= -0.5).all() and (low <= np.array(other.shape[:3]) - 0.5).all())
+    return bool((high >= -0.5).all() and (low <= np.array(b.shape[:3]) - 0.5).all())
 
 
 def _onto(image: Tensor, grid: FileGrid, target: FileGrid) -> Tensor:

@@ -9,7 +9,7 @@ import lightning as L
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.images import spread
+from ndlightnet.data.sampling import linspace_indices
 
 
 class LabelledData(L.LightningDataModule):
@@ -61,7 +61,7 @@ def limited(data: Any, labels: Sequence[int]) -> list[int]:
             f"{data.root}: train_limit={data.train_limit}, validation={data.validation}: {limit} "
             f"samples to train with, expected 1 or more of {total}"
         )
-    chosen = spread(limit, total)
+    chosen = linspace_indices(limit, total)
     if {labels[number] for number in chosen} != {*labels}:
         raise DataError(f"{data.root}: train_limit={limit}, no sample of a class is left to train with")
     return chosen

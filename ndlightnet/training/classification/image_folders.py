@@ -8,21 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ndlightnet.data import image_transforms
-from ndlightnet.data.digits import make_coloured_digits
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.image_folder import (
-    FolderImages,
-    ImageFiles,
-    class_names,
-    collate_of,
-    find_images,
-    list_images,
-    note_dark,
-)
-from ndlightnet.data.image_transforms import MEAN, STD, Interpolation, RandAugment, mixing, seeded
-from ndlightnet.data.roots import find_root
-from ndlightnet.data.visits import Visits
+from ndlightnet.data.folders import class_names, find_root
+from ndlightnet.data.image import image_transforms
+from ndlightnet.data.image.image_folder import FolderImages, ImageFiles, collate_of, find_images, list_images, note_dark
+from ndlightnet.data.image.image_transforms import MEAN, STD, Interpolation, RandAugment, mixing, seeded
+from ndlightnet.data.made.digits import make_coloured_digits
+from ndlightnet.data.sampling import SeededSamples
 from ndlightnet.training.classification.data import LabelledData, held_out, limited
 from ndlightnet.training.core.loading import still_loader, training_loader
 from ndlightnet.training.core.report import say, tell
@@ -39,7 +31,7 @@ class ImageFolders(LabelledData):
     Args:
         root: the folder. The classes have the names of their folders.
         size: height and width of the network's input, one number or [height, width].
-        channels: 3: RGB, 1: grey. ndlightnet.data.image_folder.read_image tells what becomes of
+        channels: 3: RGB, 1: grey. ndlightnet.data.image.image_folder.read_image tells what becomes of
             palettes, alpha channels, CMYK, 16 bits and EXIF tags.
         batch_size: images per batch and process.
         scale: least and largest area of the random crop of a training image (fractions), as in
@@ -172,7 +164,7 @@ class ImageFolders(LabelledData):
         return FolderImages(files, self.channels, self.evaluate)
 
     def train_dataloader(self) -> Any:
-        images, count = Visits(self.train_set, self.seed), len(self.train_set)
+        images, count = SeededSamples(self.train_set, self.seed), len(self.train_set)
         collate = collate_of(self.space, self.channels)
         return training_loader(images, count, self.batch_size, self.workers, collate)
 

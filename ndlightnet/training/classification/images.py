@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
-from ndlightnet.data.digits import still_digits
 from ndlightnet.data.errors import DataError, one_line
-from ndlightnet.data.images import (
+from ndlightnet.data.folders import find_root
+from ndlightnet.data.image.image_sets import (
     Batches,
     ImageSet,
     SeededBatches,
@@ -18,11 +18,10 @@ from ndlightnet.data.images import (
     mean_and_std,
     moved,
     read_images,
-    spread,
 )
+from ndlightnet.data.made.digits import still_digits
 from ndlightnet.data.packing import token_count
-from ndlightnet.data.roots import find_root
-from ndlightnet.data.visits import replica
+from ndlightnet.data.sampling import linspace_indices, replica
 from ndlightnet.data.volume.augment import Augment
 from ndlightnet.inference import mirrorings
 from ndlightnet.models.hub import Pretrained
@@ -35,7 +34,7 @@ from ndlightnet.training.core.task import check
 
 
 class ImageData(LabelledData):
-    """A folder of IDX files or an npz file, as ndlightnet.data.images reads them.
+    """A folder of IDX files or an npz file, as ndlightnet.data.image.image_sets reads them.
 
     Bytes are augmented and normalised on the device. Batches and augmentation depend on the seed
     alone, so that networks that are compared get the same.
@@ -91,7 +90,7 @@ class ImageData(LabelledData):
         if most >= len(self.classes) or min(int(p.labels.min()) for p in parts.values()) < 0:
             raise DataError(f"{self.root}: labels up to {most}: classes are {list(self.classes)}")
         self.mean, self.std = mean_and_std(train.images)
-        held = spread(round(self.validation * len(train)), len(train))
+        held = linspace_indices(round(self.validation * len(train)), len(train))
         self.val_set = parts.get("val", train.pick(held))
         if "val" not in parts:
             train = train.pick(sorted(set(range(len(train))) - set(held)))

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.folders import find_root
 from ndlightnet.data.packing import PackCollate, PadCollate
-from ndlightnet.data.roots import find_root
-from ndlightnet.data.signals import SignalDataset, read_recordings
-from ndlightnet.data.visits import Visits
+from ndlightnet.data.sampling import SeededSamples
+from ndlightnet.data.signal.recordings import SignalDataset, read_recordings
 from ndlightnet.layout import Packed
 from ndlightnet.training.classification.data import LabelledData, held_out
 from ndlightnet.training.classification.task import ClassificationTask
@@ -22,7 +22,7 @@ from ndlightnet.training.core.loading import training_loader
 
 
 class SignalData(LabelledData):
-    """A folder of recorded digits, as ndlightnet.data.signals reads it.
+    """A folder of recorded digits, as ndlightnet.data.signal.recordings reads it.
 
     Args:
         root: the folder.
@@ -74,7 +74,7 @@ class SignalData(LabelledData):
         return PackCollate(net.embed.patch) if self.batching == "packed" else PadCollate()
 
     def train_dataloader(self) -> Any:
-        signals, count = Visits(self.train_set, self.seed), len(self.train_set)
+        signals, count = SeededSamples(self.train_set, self.seed), len(self.train_set)
         return training_loader(signals, count, self.batch_size, self.workers, self.collate())
 
     def val_dataloader(self) -> Any:

@@ -17,8 +17,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError, cell
-from ndlightnet.data.video_stream import VideoStream
-from ndlightnet.data.video_transforms import eval_frames
+from ndlightnet.data.video.video_stream import VideoStream
+from ndlightnet.data.video.video_transforms import eval_frames
 from ndlightnet.training.core.report import tell
 
 

@@ -12,15 +12,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.tv_tensors import Video
 
-from ndlightnet.data.clips import ClipDataset, open_for_clips
-from ndlightnet.data.digits import make_moving_digits
 from ndlightnet.data.errors import DataError, fitting
-from ndlightnet.data.folds import first_of_each, parts, read_groups
-from ndlightnet.data.image_transforms import RandAugment, mixing, seeded
-from ndlightnet.data.roots import find_root
-from ndlightnet.data.video import Sample, check_videos, find_videos, read_video_folder
-from ndlightnet.data.video_decoders import TorchCodec, decoders
-from ndlightnet.data.video_transforms import (
+from ndlightnet.data.fold_assignment import assign_folds, first_of_each, read_groups
+from ndlightnet.data.folders import find_root
+from ndlightnet.data.image.image_transforms import RandAugment, mixing, seeded
+from ndlightnet.data.made.digits import make_moving_digits
+from ndlightnet.data.sampling import SeededSamples, mixed, replica
+from ndlightnet.data.video.clips import ClipDataset, open_for_clips
+from ndlightnet.data.video.video_decoders import TorchCodec, decoders
+from ndlightnet.data.video.video_files import Sample, check_videos, find_videos, read_video_folder
+from ndlightnet.data.video.video_transforms import (
     CropMode,
     Framing,
     denormalized,
@@ -31,7 +32,6 @@ from ndlightnet.data.video_transforms import (
     train_clip,
     training,
 )
-from ndlightnet.data.visits import Visits, mixed, replica
 from ndlightnet.training.classification.data import LabelledData, limited
 from ndlightnet.training.core.loading import still_loader, training_loader
 from ndlightnet.training.core.report import say, tell
@@ -230,7 +230,7 @@ class VideoData(LabelledData):
         if self.groups is not None and (self.fold is not None or self.validation):
             groups = read_groups(self.root, self.groups, [sample.path for sample in samples])
         if self.fold is not None:
-            of = parts(labels, self.folds, groups)
+            of = assign_folds(labels, self.folds, groups)
             out = [part == self.fold for part in of]
         else:
             out = first_of_each(labels, self.validation, groups)
@@ -264,7 +264,7 @@ class VideoData(LabelledData):
         return str(self.test_set.samples[number].path)
 
     def train_dataloader(self) -> Any:
-        clips, count = Visits(self.train_set, self.seed), self.repeats * len(self.train_set)
+        clips, count = SeededSamples(self.train_set, self.seed), self.repeats * len(self.train_set)
         return training_loader(clips, count, self.batch_size, self.workers, spawned=self.nvdec)
 
     def val_dataloader(self) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, file_name, printable
-from ndlightnet.data.video_transforms import to_pixels
+from ndlightnet.data.video.video_transforms import to_pixels
 from ndlightnet.inference import predict_clips, predict_clips_early
 from ndlightnet.training.classification.pictures import save_strips
 from ndlightnet.training.classification.streaming import StreamTrainer

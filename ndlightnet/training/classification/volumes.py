@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.images import Batches, ImageSet
-from ndlightnet.data.visits import replica
+from ndlightnet.data.image.image_sets import Batches, ImageSet
+from ndlightnet.data.sampling import replica
 from ndlightnet.data.volume.class_folders import largest_extent, list_classes, read_part, read_volume
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.training.classification.images import ImageData
 from ndlightnet.training.core.report import say
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ndlightnet.data.visits import Numbers
+from ndlightnet.data.sampling import SeededSampler
 
 
 def training_loader(
@@ -22,7 +22,7 @@ def training_loader(
 ) -> TimedLoader:
     """Return a loader of `samples[n]` for an epoch's `count` numbers n, in whole batches. Workers
     that use CUDA must be `spawned`."""
-    numbers = Numbers(count)
+    numbers = SeededSampler(count)
     return TimedLoader(
         samples,
         batch_size=batch_size,

@@ -15,7 +15,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 
 from ndlightnet.data.errors import DataError, fitting
-from ndlightnet.data.visits import mixed, replica, share_samples
+from ndlightnet.data.sampling import mixed, replica, share_samples
 from ndlightnet.inference import OutOfCore
 from ndlightnet.layout import Processes, Shard, activated
 from ndlightnet.models.hub import Pretrained

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.roots import find_root
-from ndlightnet.data.series import DAY, HOUR, MONTHS_12_4_4, Windows, read_series, scale_of, time_features
-from ndlightnet.data.visits import Visits
+from ndlightnet.data.folders import find_root
+from ndlightnet.data.sampling import SeededSamples
+from ndlightnet.data.series.hourly_series import DAY, HOUR, MONTHS_12_4_4, Windows, read_series, scale_of, time_features
 from ndlightnet.training.core.loading import training_loader
 
 
 class SeriesData(L.LightningDataModule):
-    """Windows of an hourly series, as ndlightnet.data.series reads it.
+    """Windows of an hourly series, as ndlightnet.data.series.hourly_series reads it.
 
     Args:
         root: the folder. file: a CSV or CSV.gz in it.
@@ -85,7 +85,7 @@ class SeriesData(L.LightningDataModule):
         return values.double().cpu() * std + mean
 
     def train_dataloader(self) -> Any:
-        windows, count = Visits(self.train_set, self.seed), len(self.train_set)
+        windows, count = SeededSamples(self.train_set, self.seed), len(self.train_set)
         return training_loader(windows, count, self.batch_size, self.workers)
 
     def val_dataloader(self) -> Any:

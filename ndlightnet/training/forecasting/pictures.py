@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ndlightnet.data.series import HOUR
+from ndlightnet.data.series.hourly_series import HOUR
 from ndlightnet.training.core.report import COLORS, save_figure
 
 

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, atomic_write, file_name
-from ndlightnet.data.series import HOUR, Series, mean_errors, simple_forecasts, window_errors, write_series
+from ndlightnet.data.series.hourly_series import (
+    HOUR,
+    Series,
+    mean_errors,
+    simple_forecasts,
+    window_errors,
+    write_series,
+)
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.report import write_metrics
 from ndlightnet.training.core.task import Task

@@ -14,8 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError, file_name
-from ndlightnet.data.images import spread
-from ndlightnet.data.visits import mixed
+from ndlightnet.data.sampling import linspace_indices, mixed
 from ndlightnet.inference import sample
 from ndlightnet.layout import per_axis
 from ndlightnet.training.core.costs import training_costs
@@ -170,7 +169,7 @@ class GenerationTask(Task):
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         rows = len(self.data().classes) if self.conditional else 1
-        shown = spread(min(rows, ROWS), rows)
+        shown = linspace_indices(min(rows, ROWS), rows)
         labels = torch.tensor([label for label in shown for _ in range(COLUMNS // 2)])
         sheet = self.by_class(labels, self.generate(labels, self.space))
         save_sheet(self.out() / "samples" / f"epoch_{trainer.current_epoch + 1:04d}.png", sheet)
@@ -214,7 +213,7 @@ class GenerationTask(Task):
         names = self.figure_names(self.data().classes)
         return [
             (names[label], list(pixels[labels == label][:COLUMNS]))
-            for label in (found[i] for i in spread(min(ROWS, len(found)), len(found)))
+            for label in (found[i] for i in linspace_indices(min(ROWS, len(found)), len(found)))
         ]
 
     def save_sheets(self, name: str, labels: Tensor, pixels: Tensor) -> None:
@@ -242,12 +241,12 @@ class GenerationTask(Task):
         tested = self.tested
         real = torch.stack([features for features, _ in tested.values()]).to(self.device)
         of_test = sorted(label for _, label in tested.values())
-        labels = torch.tensor([of_test[i] for i in spread(self.samples, len(of_test))])
+        labels = torch.tensor([of_test[i] for i in linspace_indices(self.samples, len(of_test))])
         start = time.perf_counter()
         pixels = self.draw(labels)
         seconds = time.perf_counter() - start
         features = self.features_of(pixels)
-        shown = spread(min(NEIGHBOURS, len(pixels)), len(pixels))
+        shown = linspace_indices(min(NEIGHBOURS, len(pixels)), len(pixels))
         nearest, train = self.compare_with_training(torch.cat([features, real]), shown, max(len(pixels), FEWEST))
         precision, recall = precision_and_recall(real, features)
         of_samples, of_real = nearest.distances.split([len(features), len(real)])

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.roots import find_root
-from ndlightnet.data.text import RandomWindows, Texts, Windows, find_texts, read_bytes, split
-from ndlightnet.data.visits import Visits
+from ndlightnet.data.folders import find_root
+from ndlightnet.data.sampling import SeededSamples
+from ndlightnet.data.text.text_files import RandomWindows, Texts, Windows, find_texts, read_bytes, split
 from ndlightnet.training.core.loading import training_loader
 
 
@@ -83,7 +83,7 @@ class TextData(L.LightningDataModule):
         return self.parts[2]
 
     def train_dataloader(self) -> Any:
-        windows = Visits(RandomWindows(self.parts[0], self.length, self.windows), self.seed)
+        windows = SeededSamples(RandomWindows(self.parts[0], self.length, self.windows), self.seed)
         return training_loader(windows, self.windows, self.batch_size, self.workers)
 
     def val_dataloader(self) -> Any:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ndlightnet.data import image_transforms
-from ndlightnet.data.clips import open_for_clips
 from ndlightnet.data.errors import DataError, first_good, fitting
-from ndlightnet.data.image_folder import find_images, note_dark, read_image
-from ndlightnet.data.roots import find_root
-from ndlightnet.data.video import find_videos
-from ndlightnet.data.video_transforms import Framing, denormalized, normalized, train_clip, training
-from ndlightnet.data.visits import Visits
+from ndlightnet.data.folders import find_root
+from ndlightnet.data.image import image_transforms
+from ndlightnet.data.image.image_folder import find_images, note_dark, read_image
+from ndlightnet.data.sampling import SeededSamples
+from ndlightnet.data.video.clips import open_for_clips
+from ndlightnet.data.video.video_files import find_videos
+from ndlightnet.data.video.video_transforms import Framing, denormalized, normalized, train_clip, training
 from ndlightnet.data.volume.class_folders import read_volume
 from ndlightnet.data.volume.datasets import find_inputs
 from ndlightnet.training.classification.data import LabelledData, held_out
@@ -141,12 +141,12 @@ class UnlabelledFiles(LabelledData):
         return find_inputs(str(self.root), notes=notes), partial(_volume, size=self.space, spacing=spacing)
 
     def train_dataloader(self) -> Any:
-        samples, count = Visits(self.train_set, self.seed), self.repeats * len(self.train_set)
+        samples, count = SeededSamples(self.train_set, self.seed), self.repeats * len(self.train_set)
         return training_loader(samples, count, self.batch_size, self.workers)
 
     def val_dataloader(self) -> Any:
         # the same random crops each time
-        samples = Visits(self.val_set, 0)
+        samples = SeededSamples(self.val_set, 0)
         return still_loader(samples, self.batch_size, self.workers) if len(samples) else []
 
     def test_dataloader(self) -> Any:

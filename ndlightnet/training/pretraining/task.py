@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.visits import mixed
+from ndlightnet.data.sampling import mixed
 from ndlightnet.layout import per_axis
 from ndlightnet.models import NDLightNet
 from ndlightnet.models.masked import MaskedDecoder, Reconstruction, masked_loss

@@ -11,15 +11,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError, fitting, one_line
-from ndlightnet.data.roots import find_root
-from ndlightnet.data.visits import mixed
+from ndlightnet.data.folders import find_root
+from ndlightnet.data.made.moving_phantoms import make_moving_phantoms
+from ndlightnet.data.made.phantoms import make_phantoms
+from ndlightnet.data.sampling import mixed
 from ndlightnet.data.volume.augment import Augment
 from ndlightnet.data.volume.cache import CachedVolumes, cached_volumes
 from ndlightnet.data.volume.crops import Crops
 from ndlightnet.data.volume.datasets import find_inputs, read_dataset
-from ndlightnet.data.volume.grid import Case
-from ndlightnet.data.volume.moving_phantoms import make_moving_phantoms
-from ndlightnet.data.volume.phantoms import make_phantoms
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 from ndlightnet.training.core.loading import training_loader

@@ -12,7 +12,7 @@ from monai.losses.dice import DiceCELoss
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, one_line
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import upright
 from ndlightnet.inference import Ensemble, Mirrored, OutOfCore, keep_largest, predict_labels, predict_volume
 from ndlightnet.layout import split_sizes

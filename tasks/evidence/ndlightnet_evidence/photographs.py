@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchvision.transforms.v2 import RandomResizedCrop
 
-from ndlightnet.data.image_folder import FolderImages, ImageFiles
-from ndlightnet.data.image_transforms import seeded
-from ndlightnet.data.images import moved
-from ndlightnet.data.visits import mixed
+from ndlightnet.data.image.image_folder import FolderImages, ImageFiles
+from ndlightnet.data.image.image_sets import moved
+from ndlightnet.data.image.image_transforms import seeded
+from ndlightnet.data.sampling import mixed
 from ndlightnet.training import ImageFolders
 from ndlightnet.training.classification.metrics import scores
 from ndlightnet_evidence import runner, sets

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ndlightnet.data.images import ImageSet
-from ndlightnet.data.visits import mixed
+from ndlightnet.data.image.image_sets import ImageSet
+from ndlightnet.data.sampling import mixed
 from ndlightnet.training import ImageData, ImageFolders, TextData
 from ndlightnet.training.classification.metrics import scores
 from ndlightnet.training.language.measures import token_nll
@@ -154,7 +154,7 @@ class Text(Samples):
         self.measures = ("bits_per_byte", *(f"bits_{n}" for n in data.lengths))
 
     def batches(self, seed: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
-        """Yield windows as RandomWindows and Visits do: every epoch has one from each of `windows`
+        """Yield windows as RandomWindows and SeededSamples do: every epoch has one from each of `windows`
         equal parts of the text, in random order."""
         data, numbers, starts = self.data, torch.arange(self.data.windows), []
         positions = len(self.text) - data.length

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 
 from .files import random_image, random_label, write
 

@@ -11,7 +11,7 @@ import pydicom
 import pytest
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
@@ -47,6 +47,22 @@ def random_image(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> np.ndarray:
 
 def random_label(shape: tuple[int, ...] = SHAPE, classes: int = 3, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, classes, shape).astype(np.uint8)
+
+
+def load(path: Path, over_time: bool = False) -> Volume:
+    return Volume.read(Case("x", (path,), None, over_time=over_time))
+
+
+def edit(file: Path, **tags: Any) -> None:
+    """Change tags of a DICOM file: text goes into it as it is, however wrong; None takes the tag out."""
+    data = pydicom.dcmread(file)
+    with pydicom.config.disable_value_validation():
+        for tag, value in tags.items():
+            if tag in data and (value is None or tag != "PixelData"):  # which keeps its kind of value
+                del data[tag]
+            if value is not None:
+                setattr(data, tag, value)
+    data.save_as(file)
 
 
 def refuses(act: Callable[[], Any], path: Path | None, words: str) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy import ndimage
 
-from ndlightnet.data.volume.class_folders import largest_extent, list_classes, read_part, read_volume
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.class_folders import largest_extent, read_part, read_volume
+from ndlightnet.data.volume.file_grid import Case
 
 from .files import AFFINE, SHAPE, random_image, refuses, write
 
@@ -77,49 +77,22 @@ def test_larger_cells_are_means_not_samples(tmp_path: Path) -> None:
     assert coarse.mean() == pytest.approx(fine.mean(), abs=0.1)
 
 
-@pytest.fixture
-def scans(tmp_path: Path) -> Path:
-    for part, names in (("train", "ab"), ("test", "b")):
-        for number, name in enumerate(names):
-            for n in range(2):
-                image = random_image(seed=10 * number + n)
-                write(tmp_path / "scans" / part / name / f"{n}.nii.gz", image)
-    return tmp_path / "scans"
-
-
-def test_folders(scans: Path) -> None:
-    classes, parts = list_classes(scans)
-    assert classes == ("a", "b") and list(parts) == ["train", "test"]
-    found = {part: [(c.images[0], n) for c, n in cases] for part, cases in parts.items()}
-    train, test = scans / "train", scans / "test"
-    assert found["train"] == [
-        (train / name / f"{n}.nii.gz", number) for number, name in enumerate("ab") for n in (0, 1)
-    ]
-    assert found["test"] == [(test / "b" / f"{n}.nii.gz", 1) for n in (0, 1)]
-    data = read_part(parts["train"], (6, 5, 4), (3, 3, 9))
-    assert data.images.shape == (4, 6, 5, 4) and data.labels.tolist() == [0, 0, 1, 1]
-    for image, (each, _) in zip(data.images, parts["train"], strict=True):
-        assert torch.equal(image, read_volume(each, (6, 5, 4), (3, 3, 9)))
+def test_a_split_and_its_largest_extent(tmp_path: Path) -> None:
+    scans = [write(tmp_path / f"{n}.nii.gz", random_image(seed=n)) for n in range(2)]
+    data = read_part([(case(path), label) for label, path in enumerate(scans)], (6, 5, 4), (3, 3, 9))
+    assert data.images.shape == (2, 6, 5, 4) and data.labels.tolist() == [0, 1]
+    for image, path in zip(data.images, scans, strict=True):
+        assert torch.equal(image, read_volume(case(path), (6, 5, 4), (3, 3, 9)))
     edges = nibabel.affines.voxel_sizes(AFFINE)  # the axes are not permuted
-    write(train / "a" / "long.nii.gz", random_image((4, 3, 40)))
-    extent = largest_extent([c for c, _ in list_classes(scans)[1]["train"]])
-    np.testing.assert_allclose(extent, edges * [SHAPE[0], SHAPE[1], 40], rtol=1e-6)
+    scans.append(write(tmp_path / "long.nii.gz", random_image((4, 3, 40))))
+    np.testing.assert_allclose(largest_extent(list(map(case, scans))), edges * [SHAPE[0], SHAPE[1], 40], rtol=1e-6)
 
 
-def test_what_cannot_be_used(scans: Path, tmp_path: Path) -> None:
-    refuses(lambda: list_classes(tmp_path / "gone"), tmp_path / "gone" / "train", "no such folder")
-    one = write(tmp_path / "one" / "train" / "a" / "x.nii", random_image()).parents[1]
-    refuses(lambda: list_classes(one.parent), one, r"classes \['a'\], expected two")
-    flat = write(scans / "test" / "c" / "x.nii", np.full(SHAPE, 7, np.float32))
-    refuses(lambda: list_classes(scans), flat.parent, "a class that train lacks")
+def test_what_cannot_be_used(tmp_path: Path) -> None:
+    flat = write(tmp_path / "flat.nii", np.full(SHAPE, 7, np.float32))
     refuses(lambda: read_volume(case(flat), (4, 4, 4), (1, 1, 1)), flat, "value 7 and no other")
-    two = write(scans / "two.nii", random_image((5, 5, 5, 2)))
+    two = write(tmp_path / "two.nii", random_image((5, 5, 5, 2)))
     refuses(lambda: read_volume(case(two), (4, 4, 4), (1, 1, 1)), two, "2 channels, expected 1")
-    bad = scans / "train" / "a" / "0.nii.gz"
+    bad = write(tmp_path / "bad.nii.gz", random_image())
     bad.write_bytes(bad.read_bytes()[:50])
-    cases = [(case(bad), 0)]
-    refuses(lambda: read_part(cases, (4, 4, 4), (1, 1, 1)), bad, "cannot be read")
-    (scans / "val").mkdir()
-    for path in (flat, flat.parent):
-        path.unlink() if path.is_file() else path.rmdir()
-    refuses(lambda: list_classes(scans), scans / "val", "no class's folder")
+    refuses(lambda: read_part([(case(bad), 0)], (4, 4, 4), (1, 1, 1)), bad, "cannot be read")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ndlightnet.data.visits import Numbers
+from ndlightnet.data.sampling import SeededSampler
 from ndlightnet.data.volume.cache import cached_volumes
 from ndlightnet.data.volume.crops import Crops
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 
 from .files import refuses, write
@@ -72,7 +72,7 @@ def test_a_crop_follows_from_seed_and_number():
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_workers_change_nothing(workers):
     """An epoch's batches, and those of one that is resumed at the second epoch."""
-    numbers = Numbers(6)
+    numbers = SeededSampler(6)
     loader = DataLoader(crops(), 2, sampler=numbers, num_workers=workers)
     for epoch in (0, 3):
         numbers.set_epoch(epoch)
@@ -156,7 +156,7 @@ def test_labels_above_255_beside_others():
     many = {**CASES[2], "label": CASES[2]["label"].short() * 300}
     data = crops(1.0, cases=[CASES[0], many])
     for workers in (0, 1):
-        loader = DataLoader(data, 2, sampler=Numbers(40), num_workers=workers)
+        loader = DataLoader(data, 2, sampler=SeededSampler(40), num_workers=workers)
         found = torch.cat([label.flatten() for _, label, _ in loader]).unique()
         assert found.tolist() == [0, 1, 2, 300, 600]
 
@@ -176,7 +176,7 @@ def test_a_patch_that_is_larger_than_a_volume(tmp_path):
     files = write(tmp_path / "i.nii", image, np.eye(4)), write(tmp_path / "l.nii", label, np.eye(4))
     case, scale = Case("x", files[:1], files[1]), Intensity(0, 100, 10, 10)
     for folder in (None, str(tmp_path / "cache")):
-        cases = cached_volumes([case], Prepare([scale]), 2, PATCH, 1, folder, False)
+        cases = cached_volumes([case], Prepare([scale]), 2, PATCH, 1, folder)
         image, label, _ = Crops(cases, PATCH, 1, 1.0, 0)[0]
         assert image.shape == (1, *PATCH) and type(image) is torch.Tensor
         assert image.sum() == 2 * (4 * 3 * 6) and label.sum() == 1  # 6 of the 9 along the last axis
@@ -189,7 +189,7 @@ def test_a_cache_knows_the_second_file_of_a_pair(tmp_path):
     case, scale = Case("x", (tmp_path / "i.hdr",), label), Intensity(0, 100, 0, 1)
     for value in (1, 7):
         (tmp_path / "i.img").write_bytes(np.full(PATCH, value, np.int16).tobytes())
-        (held,) = cached_volumes([case], Prepare([scale]), 2, None, 1, tmp_path / "cache", False)
+        (held,) = cached_volumes([case], Prepare([scale]), 2, None, 1, tmp_path / "cache")
         assert (held["image"] == value).all()
 
 

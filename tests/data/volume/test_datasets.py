@@ -9,7 +9,7 @@ import pytest
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume.datasets import find_inputs, read_dataset
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
 from .files import HU, SHAPE, random_image, random_label, read_all, refuses, write, write_series

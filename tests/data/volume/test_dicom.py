@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
-from .files import HU, SHAPE, random_image, random_label, real, refuses, write_series
+from .files import HU, SHAPE, edit, load, random_image, random_label, real, refuses, write_series
 
 # ----------------------------------------------------------------------------------------- DICOM
 
@@ -45,20 +45,6 @@ def test_dicom_series(tmp_path: Path) -> None:
     np.testing.assert_allclose(saved.affine, DICOM_AFFINE, atol=1e-4)
     np.testing.assert_allclose(saved.header.get_zooms(), (0.75, 1.25, 2.5), atol=1e-6)
     np.testing.assert_array_equal(np.asarray(saved.dataobj), random_label())
-
-
-def edit(file: Path, **tags: Any) -> None:
-    data = pydicom.dcmread(file)
-    for tag, value in tags.items():
-        if value is None:
-            delattr(data, tag)
-        else:
-            setattr(data, tag, value)
-    data.save_as(file)
-
-
-def load(folder: Path) -> Volume:
-    return Volume.read(Case("x", (folder,), None))
 
 
 def test_a_tilted_gantry_and_a_slope_for_every_slice(tmp_path: Path) -> None:

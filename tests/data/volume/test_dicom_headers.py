@@ -7,10 +7,7 @@ import numpy as np
 import pydicom
 import pytest
 
-from ndlightnet.data.volume.grid import Case
-from ndlightnet.data.volume.volume import Volume
-
-from .files import HU, SHAPE, refuses, write_series
+from .files import HU, SHAPE, edit, load, refuses, write_series
 
 THIRD = 2  # the slice that is spoilt
 
@@ -19,21 +16,6 @@ def slices_of(folder: Path) -> list[Path]:
     """In the order of z."""
     place = {file: pydicom.dcmread(file).ImagePositionPatient[2] for file in folder.iterdir()}
     return sorted(place, key=lambda file: place[file])
-
-
-def rewrite(file: Path, tag: str, value: Any) -> None:
-    """Text goes into the file as it is, however wrong; None takes the tag out."""
-    data = pydicom.dcmread(file)
-    if tag in data:
-        del data[tag]
-    if value is not None:
-        with pydicom.config.disable_value_validation():
-            setattr(data, tag, value)
-    data.save_as(file)
-
-
-def load(folder: Path) -> dict[str, Any]:
-    return Volume.read(Case("x", (folder,), None))
 
 
 @pytest.mark.filterwarnings("ignore:Invalid value for VR")
@@ -71,10 +53,10 @@ def load(folder: Path) -> dict[str, Any]:
 def test_a_wrong_number_is_refused(tmp_path: Path, tag: str, value: Any, words: str) -> None:
     folder = write_series(tmp_path / "s", HU)
     victim = slices_of(folder)[THIRD]
-    rewrite(victim, tag, value)
+    edit(victim, **{tag: value})
     refuses(lambda: load(folder), victim, words)
     for file in folder.iterdir():  # ... and where every slice has it
-        rewrite(file, tag, value)
+        edit(file, **{tag: value})
     if tag != "FrameOfReferenceUID":
         refuses(lambda: load(folder), folder / "00.dcm", words)
 
@@ -92,18 +74,18 @@ def test_one_slice_without_rescale(tmp_path: Path) -> None:
     for victim in (files[THIRD], folder / "00.dcm"):  # the first that is read as well
         kept = victim.read_bytes()
         for tag in ("RescaleSlope", "RescaleIntercept"):
-            rewrite(victim, tag, None)
+            edit(victim, **{tag: None})
         words = r"has no RescaleIntercept, which \d\d.dcm of its series has"
         refuses(lambda: load(folder), victim, words)
         victim.write_bytes(kept)
     for file in files:
         for tag in ("RescaleSlope", "RescaleIntercept"):
-            rewrite(file, tag, None)
+            edit(file, **{tag: None})
     loaded = load(folder)  # none has: an MR image's values are as they are; CT's are worth a word
     np.testing.assert_array_equal(loaded.image[0], HU + 1024)
     assert loaded.notes == (f"{folder}: has no RescaleIntercept; stored values are taken as they are",)
     for file in files:
-        rewrite(file, "Modality", "MR")
+        edit(file, Modality="MR")
     assert load(folder).notes == ()
 
 
@@ -111,8 +93,8 @@ def test_a_slope_and_an_intercept_for_each_slice_of_pet(tmp_path: Path) -> None:
     folder = write_series(tmp_path / "s", HU, Modality="PT")
     slopes, intercepts = np.linspace(0.5, 3, SHAPE[2]), np.arange(SHAPE[2]) - 4.0
     for z, file in enumerate(slices_of(folder)):
-        rewrite(file, "RescaleSlope", float(slopes[z]))
-        rewrite(file, "RescaleIntercept", float(intercepts[z]))
+        edit(file, RescaleSlope=float(slopes[z]))
+        edit(file, RescaleIntercept=float(intercepts[z]))
     image = load(folder).image[0]
     np.testing.assert_array_equal(image, ((HU + 1024) * slopes + intercepts).astype(np.float32))
 
@@ -125,7 +107,7 @@ def test_directions_that_are_rounded_to_three_decimals(tmp_path: Path) -> None:
         folder = write_series(tmp_path / str(number), HU[..., :2], ImageOrientationPatient=[*map(float, turn.ravel())])
         normal = np.cross(*turn)
         for z, file in enumerate(sorted(folder.iterdir())):
-            rewrite(file, "ImagePositionPatient", [*map(float, (2.5 * z * normal).round(4))])
+            edit(file, ImagePositionPatient=[*map(float, (2.5 * z * normal).round(4))])
         affine = load(folder).image.affine.numpy()
         edges = np.linalg.norm(affine[:3, :2], axis=0)
         np.testing.assert_allclose(edges, (0.75, 1.25), rtol=1e-12)
@@ -135,14 +117,14 @@ def test_directions_that_are_rounded_to_three_decimals(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [-4, "nan", 1e4])
 def test_the_thickness_of_a_single_slice(tmp_path: Path, value: Any) -> None:
     folder = write_series(tmp_path / "s", HU[..., :1])
-    rewrite(folder / "00.dcm", "SliceThickness", value)
+    edit(folder / "00.dcm", SliceThickness=value)
     refuses(lambda: load(folder), folder / "00.dcm", "SliceThickness is .*, expected 0 .not known")
-    rewrite(folder / "00.dcm", "SliceThickness", "0.00")
+    edit(folder / "00.dcm", SliceThickness="0.00")
     assert "taken as 1 mm" in load(folder).notes[0]
 
 
 def test_the_order_does_not_come_from_numbers_that_may_lack(tmp_path: Path) -> None:
     folder = write_series(tmp_path / "s", HU)
     for file in folder.iterdir():
-        rewrite(file, "InstanceNumber", None)
+        edit(file, InstanceNumber=None)
     np.testing.assert_array_equal(load(folder).image[0], HU)

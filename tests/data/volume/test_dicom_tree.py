@@ -9,7 +9,7 @@ import pydicom
 import pytest
 
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
 from .files import HU, random_label, real, refuses, write, write_object, write_series

@@ -10,10 +10,10 @@ import pydicom
 import pytest
 
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
-from .files import HU, refuses, write_series
+from .files import HU, edit, refuses, write_series
 
 UIDS = {
     "SeriesInstanceUID": "1.2.3",
@@ -38,13 +38,6 @@ def write_volume(folder: Path, volume: np.ndarray, gap: float = 2.5, **tags: Any
     before = len([*folder.iterdir()])
     moved = [file.rename(folder / f"{before + n}") for n, file in enumerate(draft.iterdir())]
     return sorted(moved, key=lambda file: pydicom.dcmread(file).InstanceNumber)
-
-
-def edit(file: Path, **tags: Any) -> None:
-    data = pydicom.dcmread(file)
-    for tag, value in tags.items():
-        setattr(data, tag, value)
-    data.save_as(file)
 
 
 def values(case: Case) -> np.ndarray:

@@ -12,7 +12,7 @@ from PIL import Image
 from pydicom.encaps import encapsulate, get_frame
 from pydicom.uid import UID
 
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
 from .files import refuses, write_series

@@ -12,18 +12,14 @@ import SimpleITK as sitk
 import torch
 from nibabel.spm2analyze import Spm2AnalyzeImage
 
-from ndlightnet.data.volume.grid import NO_SIDES, Case
+from ndlightnet.data.volume.file_grid import NO_SIDES, Case
 from ndlightnet.data.volume.volume import Volume
 
-from .files import AFFINE, SHAPE, random_image, random_label, refuses, write, write_nrrd
+from .files import AFFINE, SHAPE, load, random_image, random_label, refuses, write, write_nrrd
 
 EDGES = np.array([0.5, 0.75, 2.0])  # mm
 UNITS = {"": 1.0, "mm": 1.0, "um": 1e-3, "m": 1e3}
 CODES = {"": "unknown", "mm": "mm", "um": "micron", "m": "meter"}  # nibabel's
-
-
-def load(path: Path, over_time: bool = False) -> Volume:
-    return Volume.read(Case("x", (path,), None, over_time=over_time))
 
 
 def write_in(path: Path, unit: str, edges: np.ndarray = EDGES) -> Path:

@@ -9,7 +9,7 @@ import torch
 from monai.data import MetaTensor
 
 from ndlightnet.data.volume.cache import cached_volumes
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 
@@ -158,4 +158,4 @@ def test_one_broken_file_among_many_is_found(case: Case) -> None:
     broken.write_bytes(broken.read_bytes()[:-50])
     some = [*sound, Case("b", (broken,), None), *sound]
     prepare = Prepare([Intensity()])
-    refuses(lambda: cached_volumes(some, prepare, 3, progress=False), broken, "cannot be")
+    refuses(lambda: cached_volumes(some, prepare, 3), broken, "cannot be")

@@ -7,13 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume.datasets import read_dataset
-from ndlightnet.data.volume.grid import Case
-from ndlightnet.data.volume.transforms import Intensity, Prepare
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
-from .files import AFFINE, SHAPE, random_image, random_label, read_all, real, refuses
+from .files import AFFINE, SHAPE, random_image, random_label, read_all, refuses
 
 # ---------------------------------------------------------------------------------------- saving
 
@@ -74,37 +71,3 @@ def test_save_labels_refuses(case: Case, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(nibabel, "save", full)
     refuses(lambda: Volume.read(case).save_labels(random_label(), out), out, "No space left")
     assert out.read_bytes() == before and not list(tmp_path.glob(".*")), "not atomic"
-
-
-# ------------------------------------------------------------------------------------- real data
-
-
-@pytest.mark.slow
-def test_real_hippocampus() -> None:
-    found = read_dataset(real("hippocampus"))
-    assert (len(found.training), len(found.test)) == (190, 40)
-    assert found.labels == ("background", "anterior", "posterior")
-    some = [*found.training[::12], *found.test[::12]]
-    read_all(some, 3)
-    with pytest.raises(DataError, match=r"expected 0\.\.1"):
-        read_all(some, 2)
-    prepare = Prepare([Intensity()])
-    for case in some:
-        image = prepare(Volume.read(case))["image"]
-        assert abs(float(image.mean())) < 1e-3 and abs(float(image.std()) - 1) < 1e-2
-
-
-@pytest.mark.slow
-def test_real_sarcoma() -> None:
-    found = read_dataset(real("sarcoma_ct"))
-    assert found.channels == ("CT", "PET") and len(found.training) == 33
-    for case in found.training[::8]:
-        loaded = Volume.read(case)
-        image, tumour = loaded.image, loaded.label == 1
-        grid = nibabel.load(case.images[0])
-        assert image.shape == (2, *grid.shape)
-        np.testing.assert_allclose(image.affine, grid.affine, atol=1e-4)
-        # A tumour takes up sugar: PET on the CT's grid is brighter there than round about it.
-        suv = image[1:].as_tensor()
-        assert suv[tumour].mean() > 2 * suv[~tumour].mean()
-        assert float(suv.max()) <= nibabel.load(case.images[1]).get_fdata().max() + 1e-3

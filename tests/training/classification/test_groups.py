@@ -8,7 +8,7 @@ import pytest
 
 from ndlightnet.training import VideoData
 
-from ...data.video_files import encode
+from ...data.video.made_videos import encode
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.image_transforms import RandAugment
+from ndlightnet.data.image.image_transforms import RandAugment
 from ndlightnet.training import ImageFolders, ImageTask
 
 PREPARED = {

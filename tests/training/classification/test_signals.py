@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ndlightnet import NDLightNet, SoftmaxAttention
 from ndlightnet.data.packing import PackCollate, PadCollate, TokenBudgetSampler
-from ndlightnet.data.signals import SignalDataset, read_recordings
+from ndlightnet.data.signal.recordings import SignalDataset, read_recordings
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.training import SignalTask
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from ndlightnet import NDLightNet
-from ndlightnet.data.digits import MOTIONS
-from ndlightnet.data.video import load_video
-from ndlightnet.data.video_stream import VideoStream
-from ndlightnet.data.video_transforms import Framing, eval_clips
+from ndlightnet.data.made.digits import MOTIONS
+from ndlightnet.data.video.video_files import load_video
+from ndlightnet.data.video.video_stream import VideoStream
+from ndlightnet.data.video.video_transforms import Framing, eval_clips
 from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoTask
 
-from ...data.video_files import write_film
+from ...data.video.made_videos import write_film
 
 CAUSAL = "--model.causal=true"
 SIZE, FRAMES = 24, 13  # the network's patch takes two frames, so the last one is half empty

@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import nn
 
-import ndlightnet.data.clips as clips_module
-import ndlightnet.data.video as video_module
+import ndlightnet.data.video.clips as clips_module
+import ndlightnet.data.video.video_files as video_module
 import ndlightnet.training.classification.video_data as data_module
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.video import CHECKED, Sample, check_videos, load_video
-from ndlightnet.data.video_decoders import TorchCodec
-from ndlightnet.data.video_transforms import Framing, eval_clips, frame_differences
-from ndlightnet.data.visits import Visits
+from ndlightnet.data.sampling import SeededSamples
+from ndlightnet.data.video.video_decoders import TorchCodec
+from ndlightnet.data.video.video_files import CHECKED, Sample, check_videos, load_video
+from ndlightnet.data.video.video_transforms import Framing, eval_clips, frame_differences
 from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoData, VideoTask
 from ndlightnet.training.classification.video_data import OpenedVideos
 from ndlightnet.training.core.loading import training_loader
 
-from ...data.video_files import encode, write_film
+from ...data.video.made_videos import encode, write_film
 
 COUNTS = {"calm": 10, "fight": 4}  # videos of a class in train; in test 2 each
 
@@ -293,7 +293,7 @@ def test_the_gpu_of_a_process_decodes_for_its_workers(root, monkeypatch, nvdec, 
 def test_spawned_workers_read_the_same(root):
     data = made(root)
     data.setup("fit")
-    whole = Visits(data.train_set, data.seed)
+    whole = SeededSamples(data.train_set, data.seed)
     one, other = (training_loader(whole, 8, 4, workers, spawned=True) for workers in (0, 1))
     for batch, same in zip(one, other, strict=True):
         assert torch.equal(batch[0], same[0]) and torch.equal(batch[1], same[1])

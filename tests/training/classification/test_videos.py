@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from ndlightnet.data.digits import MOTIONS
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.made.digits import MOTIONS
 from ndlightnet.training import VideoData, VideoTask
 from ndlightnet.training import run as run_task
 

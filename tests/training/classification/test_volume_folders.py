@@ -24,7 +24,7 @@ from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError, printable
 from ndlightnet.data.volume.augment import Augment
 from ndlightnet.data.volume.class_folders import read_volume
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.training import AveragedWeights, ImageData, ImageTask, VolumeFolders, run
 from tests.training.hospital import claim, raw_header
 

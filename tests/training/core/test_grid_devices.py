@@ -16,7 +16,7 @@ from torch import nn
 
 from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.visits import Numbers, replica, share_samples
+from ndlightnet.data.sampling import SeededSampler, replica, share_samples
 from ndlightnet.inference import OutOfCore
 from ndlightnet.layout import Exchange, Shard
 from ndlightnet.training import ImageTask, SegmentationTask, TextTask
@@ -93,7 +93,7 @@ def test_samples_are_shared_by_processes_in_turn(monkeypatch):
         for rank in range(4):
             monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
             assert replica() == (rank // 2, 2)
-            numbers[rank] = list(Numbers(8))
+            numbers[rank] = list(SeededSampler(8))
     finally:
         share_samples(1)
     assert numbers[0] == numbers[1] == [0, 1, 2, 3] and numbers[2] == numbers[3] == [4, 5, 6, 7]

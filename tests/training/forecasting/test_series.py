@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.series import Series, read_series, write_series
+from ndlightnet.data.series.hourly_series import Series, read_series, write_series
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.training import TaskCLI, run
 from ndlightnet.training.core.optim import adamw_with_cosine

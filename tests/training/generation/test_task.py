@@ -225,7 +225,7 @@ def test_noise_prediction(images, tmp_path):
 @pytest.mark.slow
 def test_clips_become_strips_and_an_animation(tmp_path):
     pytest.importorskip("av")
-    from ndlightnet.data.digits import make_moving_digits
+    from ndlightnet.data.made.digits import make_moving_digits
 
     root = make_moving_digits(tmp_path / "digits", 12, 6, frames=4, size=24, progress=False)
     common = [f"--data.init_args.root={root}", "--trainer.max_epochs=1"]

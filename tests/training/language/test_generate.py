@@ -11,7 +11,7 @@ import torch
 
 from ndlightnet import NDLightNet, SoftmaxAttention
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.text import find_texts
+from ndlightnet.data.text.text_files import find_texts
 from ndlightnet.inference import generate as tokens_of
 from ndlightnet.training import TextData, TextTask, run
 from ndlightnet.training.language.generate import generate
@@ -132,7 +132,7 @@ def test_a_file_is_one_text_however_it_is_cut():
 def test_files_to_predict(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "x").write_text("x")
-    with pytest.raises(DataError, match=f"^{tmp_path}: holds no file$"):
+    with pytest.raises(DataError, match=f"^{tmp_path}: has no file to read, expected a file$"):
         find_texts(tmp_path)
     with pytest.raises(DataError, match=r"^gone: no such file or folder$"):
         find_texts("gone")

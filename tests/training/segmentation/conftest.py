@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ndlightnet.data.volume.phantoms import make_phantoms
+from ndlightnet.data.made.phantoms import make_phantoms
 
 CLASSES = "--model.net.init_args.out_channels=2"
 

@@ -19,8 +19,8 @@ from monai.bundle.properties import InferProperties, MetaProperties
 from monai.bundle.utils import DEFAULT_METADATA
 from monai.data import load_net_with_metadata
 
-from ndlightnet.data.volume.grid import Case
-from ndlightnet.data.volume.phantoms import LABELS
+from ndlightnet.data.made.phantoms import LABELS
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 from ndlightnet.nn.mixers import WindowAttention

@@ -14,7 +14,7 @@ import torch
 
 from ndlightnet import NDLightUNet
 from ndlightnet.data.errors import file_name, printable
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 from tests.training.hospital import broken_inputs, good_inputs
 

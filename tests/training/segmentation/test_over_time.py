@@ -13,7 +13,7 @@ from torch import nn
 
 from ndlightnet import NDLightUNet
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume.moving_phantoms import FRAMES, LABELS, make_moving_phantoms
+from ndlightnet.data.made.moving_phantoms import FRAMES, LABELS, make_moving_phantoms
 from ndlightnet.models import FrameByFrame, FramesAsChannels
 from ndlightnet.training import SegmentationTask, VolumeData
 from ndlightnet.training.core.cli import task_cli

@@ -11,7 +11,7 @@ from PIL import Image
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume.datasets import find_inputs, read_dataset
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 from ndlightnet.training.segmentation.plan import plan
 

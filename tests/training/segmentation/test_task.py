@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from ndlightnet.data.made.phantoms import LABELS
 from ndlightnet.data.volume.crops import Crops
-from ndlightnet.data.volume.phantoms import LABELS
 from ndlightnet.data.volume.transforms import Intensity
 from ndlightnet.training import SegmentationTask, VolumeData
 

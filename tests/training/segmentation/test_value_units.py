@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.training import VolumeData
 from ndlightnet.training.segmentation.data import PredictionCases

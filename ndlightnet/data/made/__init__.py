@@ -1,0 +1,1 @@
+"""Small data sets that are drawn on this machine: digits and phantoms."""

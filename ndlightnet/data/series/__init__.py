@@ -1,0 +1,1 @@
+"""Hourly series of several columns."""

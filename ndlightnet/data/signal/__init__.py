@@ -1,0 +1,1 @@
+"""Signals: recordings of different lengths, and their spectra."""

@@ -1,0 +1,1 @@
+"""Text: bytes of files, and windows of them."""

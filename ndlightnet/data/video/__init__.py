@@ -1,0 +1,1 @@
+"""Videos: from a file, a pipe or a folder of classes to clips."""

@@ -1,0 +1,166 @@
+"""Moving digits: the motion is the class, and one frame does not tell it. Coloured digits: their
+colours do not tell it."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import ndlightnet.data.made.digits as digits
+from ndlightnet.data.folders import class_names
+from ndlightnet.data.image.image_folder import list_images, read_image
+from ndlightnet.data.made.digits import DIGITS, MOTIONS, make_coloured_digits, make_moving_digits
+from ndlightnet.data.video.video_files import PyAVReader, Sample, VideoFolder, read_video_folder
+
+FRAMES, SIZE = 8, 24
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> VideoFolder:
+    folder = tmp_path_factory.mktemp("digits") / "set"
+    made = make_moving_digits(folder, train=360, test=60, frames=FRAMES, size=SIZE, progress=False)
+    return read_video_folder(made)
+
+
+@pytest.fixture(scope="module")
+def places(videos: VideoFolder) -> tuple[Tensor, Tensor]:
+    """Where the digit is on the torus as complex numbers of modulus 1, (clips, frames, 2); labels.
+
+    The digit is what moves: brightness less its mean over time. As the first wave of what is left,
+    in absolute value, along rows and along columns.
+    """
+    found = []
+    for sample in videos.train:
+        pictures = PyAVReader(sample.path).frames(range(FRAMES)).float()
+        away = (pictures - pictures.median(dim=0).values).abs().sum(dim=-1)
+        away = (away - 60).clamp(min=0)  # the noise of the background
+        wave = torch.polar(torch.ones(SIZE), torch.arange(SIZE) * 2 * math.pi / SIZE)
+        along = torch.stack([away.sum(2).to(wave.dtype) @ wave, away.sum(1).to(wave.dtype) @ wave])
+        found.append((along / along.abs()).T)
+    return torch.stack(found), torch.tensor([sample.label for sample in videos.train])
+
+
+@pytest.mark.slow
+def test_layout_and_clips(videos: VideoFolder) -> None:
+    assert videos.classes == MOTIONS
+    assert (len(videos.train), len(videos.test)) == (360, 60)
+    assert {sum(s.label == label for s in videos.test) for label in range(6)} == {10}
+    reader = PyAVReader(videos.test[0].path)
+    assert len(reader) == FRAMES
+    assert reader.frames([0]).shape == (1, SIZE, SIZE, 3)
+
+
+def test_sources_of_test_are_not_in_train(videos: VideoFolder) -> None:
+    train, test = ({s.path.stem.split("-")[1] for s in part} for part in (videos.train, videos.test))
+    assert len(train) > 100 and len(test) > 20
+    assert not train & test
+
+
+def test_the_motion_is_what_the_class_says() -> None:
+    rng = digits.np.random.default_rng(0)
+    steps = {m: digits.np.diff(digits._path(m, 16, 40, rng), axis=0) for m in MOTIONS}
+    assert (steps["left"][:, 1] < -1).all() and (steps["right"][:, 1] > 1).all()
+    assert (steps["up"][:, 0] < -1).all() and (steps["down"][:, 0] > 1).all()
+    for motion, sign in (("clockwise", 1), ("anticlockwise", -1)):
+        before, after = steps[motion][:-1], steps[motion][1:]
+        turn = before[:, 1] * after[:, 0] - before[:, 0] * after[:, 1]  # > 0: right, then down
+        assert (sign * turn > 0).all()
+
+
+@pytest.mark.slow
+def test_motion_shows_in_the_files(places: tuple[Tensor, Tensor], videos: VideoFolder) -> None:
+    place, label = places
+    step = (place[:, 1:] * place[:, :-1].conj()).angle().median(dim=1).values  # (clips, 2)
+    for name, axis, sign in (("left", 1, -1), ("right", 1, 1), ("up", 0, -1), ("down", 0, 1)):
+        mine = step[label == videos.classes.index(name)]
+        assert (sign * mine[:, axis] > 0).float().mean() > 0.9, name
+        assert mine[:, 1 - axis].abs().median() < mine[:, axis].abs().median() / 4, name
+
+
+@pytest.mark.parametrize("frame", [0, FRAMES // 2, FRAMES - 1])
+def test_one_frame_tells_nothing_by_place(places: tuple[Tensor, Tensor], frame: int) -> None:
+    """Rayleigh's test: for uniform places n * |mean|^2 is exponential of mean 1 in each class."""
+    place, label = places
+    for number in range(len(MOTIONS)):
+        mine = place[label == number, frame]
+        assert len(mine) == 60
+        assert (len(mine) * mine.mean(dim=0).abs() ** 2 < 9).all(), (MOTIONS[number], frame)
+
+
+@pytest.mark.slow
+def test_one_frame_tells_nothing_by_pixels(videos: VideoFolder) -> None:
+    """Neither the last frame nor its blur and noise: a linear classifier stays at chance, 1/6."""
+    from sklearn.linear_model import RidgeClassifier
+
+    def last(samples: tuple[Sample, ...]) -> Tensor:
+        frames = [PyAVReader(s.path).frames([FRAMES - 1])[0].float() for s in samples]
+        pictures = torch.stack(frames).mean(dim=-1)
+        spectrum = torch.fft.rfft2(pictures).abs().log1p()
+        return torch.cat([pictures.flatten(1) / 64, spectrum.flatten(1)], dim=1)
+
+    labels = [[s.label for s in part] for part in (videos.train, videos.test)]
+    score = RidgeClassifier(alpha=100.0).fit(last(videos.train), labels[0])
+    right = score.score(last(videos.test), labels[1])
+    assert right < 1 / 6 + 3.5 * math.sqrt(5 / 36 / 60)
+
+
+def test_same_arguments_same_bytes(tmp_path: Path) -> None:
+    def contents(name: str, seed: int) -> dict[str, bytes]:
+        folder = make_moving_digits(tmp_path / name, 6, 6, 4, SIZE, seed, progress=False)
+        return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.mp4")}
+
+    first = contents("a", seed=3)
+    assert len(first) == 12
+    assert first == contents("b", seed=3)
+    assert set(first.values()).isdisjoint(contents("c", seed=4).values())
+
+
+@pytest.mark.parametrize("wrong", [{"train": 5}, {"frames": 1}, {"size": 41}, {"size": 16}])
+def test_arguments(tmp_path: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="expected, got"):
+        make_moving_digits(tmp_path / "a", **wrong)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures") / "set"
+    return make_coloured_digits(folder, train=400, test=100, size=24, progress=False)
+
+
+def test_coloured_digits_lie_in_class_folders(pictures: Path) -> None:
+    sources = {}
+    labels = digits._labels()
+    for part, count in (("train", 400), ("test", 100)):
+        assert class_names(pictures / part) == DIGITS
+        files = list_images(pictures / part, DIGITS)
+        assert len(files) == count and set(digits.np.bincount(files.labels)) == {count // 10}
+        found = [int(files.path(n).stem.split("source")[1]) for n in range(count)]
+        assert (labels[found] == files.labels).all()
+        sources[part] = set(found)
+    assert not sources["train"] & sources["test"] and len(sources["test"]) > 60
+
+
+def test_colours_do_not_tell_the_digit(pictures: Path) -> None:
+    """The mean colour of a class differs from that of all no more than that of any tenth."""
+    files = list_images(pictures / "train", DIGITS)
+    images = [read_image(files.path(n), 3) for n in range(len(files))]
+    assert {image.size for image in images} == {(24, 24)}
+    pixels = torch.stack([torch.from_numpy(digits.np.array(image)).float() for image in images])
+    means = pixels.mean((1, 2))
+    of_class = means.view(10, 40, 3).mean(1)
+    assert ((of_class - means.mean(0)).abs() < 4 * means.std(0) / 40**0.5).all()
+    assert (means.std(0) > 3).all()
+    brightest = pixels.amax((1, 2, 3))
+    assert (brightest > 120).all()  # the digit is brighter than any texture
+
+
+def test_the_same_arguments_give_the_same_pictures(pictures: Path, tmp_path: Path) -> None:
+    again = make_coloured_digits(tmp_path / "x", train=400, test=100, size=24, progress=False)
+    files = list_images(pictures / "test", DIGITS)
+    for number in range(0, 100, 9):
+        path = files.path(number)
+        assert path.read_bytes() == (again / path.relative_to(pictures)).read_bytes()
+    with pytest.raises(ValueError, match="at least 10 pictures"):
+        make_coloured_digits(tmp_path / "y", train=9)

@@ -1,0 +1,78 @@
+"""Drawn phantoms: the same from the same seed, and like a torso."""
+
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from ndlightnet.data.made.phantoms import LABELS, draw_phantom, make_phantoms
+from ndlightnet.data.volume.datasets import read_dataset
+
+from ..volume.files import read_all
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_phantoms(tmp_path_factory.mktemp("made") / "set", 3, 1, seed=5, progress=False)
+
+
+@pytest.mark.slow
+def test_the_set_is_a_valid_decathlon(folder: Path) -> None:
+    found = read_dataset(folder)
+    assert (found.labels, found.channels) == (LABELS, ("CT",))
+    assert (len(found.training), len(found.test)) == (3, 1)
+    read_all([*found.training, *found.test], len(LABELS))
+    image = nibabel.load(found.test[0].images[0])
+    assert image.get_data_dtype() == np.int16
+    assert image.header["sform_code"] > 0 and image.header["qform_code"] > 0
+    np.testing.assert_allclose(image.get_qform(), image.get_sform(), atol=1e-3)
+    assert [p.name for p in folder.parent.iterdir()] == ["set"], "a draft was left behind"
+
+
+@pytest.mark.slow
+def test_organs_look_and_lie_as_in_a_person() -> None:
+    signs = set()
+    for seed in range(6):
+        image, label, affine = draw_phantom(np.random.default_rng(seed))
+        signs.add(affine[0, 0] > 0)
+        hu = {name: image[label == n].mean() for n, name in enumerate(LABELS)}
+        assert hu["background"] < -900 and -930 < hu["lungs"] < -700 and hu["spine"] > 150
+        assert all(20 < hu[name] < 250 for name in ("liver", "spleen", "kidneys")), hu
+        sizes = np.bincount(label.ravel(), minlength=len(LABELS)) * abs(np.linalg.det(affine)) / 1e3
+        litres = dict(zip(LABELS, sizes / 1e3, strict=True))
+        assert 0.5 < litres["liver"] < 2.5 and 0.04 < litres["spleen"] < 0.6, litres
+        assert litres["liver"] > 3 * litres["spleen"] and 0.1 < litres["kidneys"] < 0.6, litres
+        # RAS millimetres: right is +x, front +y, head +z, whatever the index order.
+        place = {
+            name: affine[:3, :3] @ np.argwhere(label == n).mean(0) + affine[:3, 3] for n, name in enumerate(LABELS)
+        }
+        assert place["liver"][0] > place["spine"][0] > place["spleen"][0]
+        assert place["spine"][1] < place["body"][1] < place["liver"][1]
+        assert place["lungs"][2] > place["liver"][2] > place["kidneys"][2]
+        # No threshold does it: parts of the body are as bright as the liver and the bone.
+        body = image[label == LABELS.index("body")]
+        assert (np.abs(body - hu["liver"]) < 30).sum() > 1000 and (body > 250).sum() > 200
+    assert signs == {True, False}, "both index orders should occur"
+
+
+def test_edges_are_partial_volumes_and_noise_is_there() -> None:
+    image, label, _ = draw_phantom(np.random.default_rng(1))
+    air = image[label == 0]
+    assert 3 < np.median(np.abs(air - np.median(air))) < 20, "8-22 HU of noise, and the table"
+    inside = (label == LABELS.index("lungs"))[1:-1]
+    edge = inside & (label[2:] == LABELS.index("body"))
+    assert ((image[1:-1][edge] > -650) & (image[1:-1][edge] < -200)).sum() > 20
+
+
+def test_the_seed_decides(tmp_path: Path, folder: Path) -> None:
+    def voxels(root: Path, part: str, number: int) -> np.ndarray:
+        name = f"phantom_{number:03d}.nii.gz"
+        return np.asarray(nibabel.load(root / f"images{part}" / name).dataobj)
+
+    again = make_phantoms(tmp_path / "again", 1, 1, seed=5, progress=False)
+    other = make_phantoms(tmp_path / "other", 1, 0, seed=6, progress=False)
+    assert np.array_equal(voxels(again, "Tr", 0), voxels(folder, "Tr", 0))
+    assert np.array_equal(voxels(again, "Ts", 1), voxels(folder, "Tr", 1)), "depends on the count"
+    first, second = voxels(other, "Tr", 0), voxels(folder, "Tr", 0)
+    assert first.shape != second.shape or not np.array_equal(first, second)

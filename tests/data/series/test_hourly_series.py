@@ -1,0 +1,208 @@
+"""Hourly series: reading, damage, the split's windows, scaling, time features, simple forecasts."""
+
+import gzip
+from datetime import datetime
+from itertools import pairwise
+
+import pytest
+import torch
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.series.hourly_series import (
+    HOUR,
+    MONTHS_12_4_4,
+    Series,
+    Windows,
+    mean_errors,
+    read_series,
+    scale_of,
+    simple_forecasts,
+    time_features,
+    window_errors,
+    write_series,
+)
+
+START = datetime(2016, 2, 28, 22)
+
+
+def text(rows: int = 30) -> str:
+    lines = [f"{START + i * HOUR:%Y-%m-%d %H:%M:%S},{i},{i + 0.5},-{i}" for i in range(rows)]
+    return "\n".join(["date,A,B,OT", *lines]) + "\n"
+
+
+@pytest.mark.parametrize("name", ["hours.csv", "hours.csv.gz"])
+def test_reading(tmp_path, name):
+    path, content = tmp_path / name, text().encode()
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    series = read_series(path)
+    assert (series.columns, series.start) == (("A", "B", "OT"), START)
+    assert series.values.shape == (30, 3) and series.values.dtype == torch.float64
+    assert series.values[7].tolist() == [7.0, 7.5, -7.0]
+    some = read_series(path, ["OT", "A"])
+    assert some.columns == ("OT", "A") and torch.equal(some.values, series.values[:, [2, 0]])
+
+
+def test_written_files_are_read_again(tmp_path):
+    values = torch.randn(50, 2, dtype=torch.float64) * 1000
+    write_series(tmp_path / "x.csv", Series(("A", "OT"), START, values))
+    found = read_series(tmp_path / "x.csv")
+    assert (found.columns, found.start) == (("A", "OT"), START)
+    assert ((found.values - values).abs() <= 5e-6 * values.abs()).all()  # six digits are written
+
+
+def test_columns_are_no_formulas_and_negative_numbers_are_numbers(tmp_path):
+    series = Series(("=A", "-B", "@", "'c", "d"), START, torch.full((2, 5), -1.5).double())
+    write_series(tmp_path / "x.csv", series)
+    head, line, _ = (tmp_path / "x.csv").read_text().splitlines()
+    assert head == "date,'=A,'-B,'@,'c,d" and line.endswith(",-1.5,-1.5,-1.5,-1.5,-1.5")
+    found = read_series(tmp_path / "x.csv")
+    assert found.columns == series.columns and torch.equal(found.values, series.values)
+
+
+DAMAGE = {
+    "empty": ("", r"expected a header"),
+    "no rows": ("date,A\n", r"expected a header"),
+    "no date": ("time,A\n1,2\n", r"expected a header"),
+    "a gap": (text().replace("2016-02-29 03:00:00", "2016-02-29 04:00:00"), r"line 7: .*03:00"),
+    "another date": (text().replace("2016-02-28 23:00:00", "28.2.2016 23:00"), r"line 3: .*28\.2"),
+    "a word": (text().replace(",7.5,", ",much,"), r"line 9: .*3 numbers, .*much"),
+    "a short line": (text().replace(",7.5,", ","), r"line 9: "),
+    "not a number": (text().replace(",7.5,", ",nan,"), r"line 9: .*not finite"),
+    "no column": (text().replace("OT", "OIL"), r"no column OT, but A, B, OIL"),
+    "a name twice": (text().replace("B", "A"), r"has the column A twice, expected each name once"),
+    "two dates": (text().replace("B", "date"), r"has the column date twice"),
+    "semicolons": (text().replace(",", ";"), r"has semicolons between its columns, expected comma"),
+    "a blank line": (text().replace("2016-02-29 03", "\n2016-02-29 03"), r"line 7: .*got ''"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_in_one_line(tmp_path, damage):
+    content, message = DAMAGE[damage]
+    path = tmp_path / "x.csv"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read_series(path, ["OT"] if damage == "no column" else None)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+def test_columns_are_asked_for_once(tmp_path):
+    (tmp_path / "x.csv").write_text(text())
+    with pytest.raises(DataError, match=r"^columns=\['A', 'A'\]: has the column A twice"):
+        read_series(tmp_path / "x.csv", ["A", "A"])
+
+
+GOOD = {
+    "plain.csv": str.encode,
+    "mark.csv": lambda content: content.encode("utf-8-sig"),
+    "blank.csv": lambda content: f"{content}\n\n".encode(),
+    "no_end.csv": lambda content: content.strip().encode(),
+    "windows.csv": lambda content: content.replace("\n", "\r\n").encode("utf-8-sig"),
+    "quotes.csv": lambda content: content.replace("date,A", '"date","A"').encode(),
+    "named.csv": lambda content: content.replace("OT", "\u6e29\u5ea6").encode(),
+    "packed.csv.gz": lambda content: gzip.compress(content.encode("utf-8-sig"), mtime=0),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 30])
+@pytest.mark.parametrize("name", GOOD)
+def test_good_tables(tmp_path, name, rows):
+    """Against the lines, split by hand."""
+    content = GOOD[name](text(rows))
+    (tmp_path / name).write_bytes(content)
+    plain = gzip.decompress(content) if name.endswith(".gz") else content
+    head, *lines = plain.decode("utf-8-sig").split("\n")
+    found = read_series(tmp_path / name)
+    assert found.columns == tuple(head.strip().replace('"', "").split(",")[1:])
+    expected = [[float(x) for x in line.split(",")[1:]] for line in lines if line.strip()]
+    assert found.values.tolist() == expected and found.start == START
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no gzip",
+        gzip.compress(text().encode(), mtime=0)[:60],
+        gzip.compress(b"\xff\xfe\x00\xff", mtime=0),
+        b"\0" * 9,
+        text().encode("utf-16"),
+    ],
+)
+def test_bytes_that_are_no_series(tmp_path, content):
+    for name in ("x.csv.gz", "x.csv"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=r"x\.csv"):
+            read_series(tmp_path / name)
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(DataError, match=r"^/gone\.csv: no such file$"):
+        read_series("/gone.csv")
+
+
+def test_time_features_of_known_dates():
+    """2016 is a leap year, 1 March 2016 a Tuesday and its day 61."""
+    found = time_features(datetime(2016, 3, 1, 0), 25)
+    assert found.shape == (25, 4) and found.dtype == torch.float32
+    assert found[0].tolist() == pytest.approx([-0.5, 1 / 6 - 0.5, -0.5, 60 / 365 - 0.5])
+    assert found[23].tolist() == pytest.approx([0.5, 1 / 6 - 0.5, -0.5, 60 / 365 - 0.5])
+    assert found[24].tolist() == pytest.approx([-0.5, 2 / 6 - 0.5, 1 / 30 - 0.5, 61 / 365 - 0.5])
+    last = time_features(datetime(2016, 12, 31, 23), 1)[0]
+    assert last.tolist() == pytest.approx([0.5, 5 / 6 - 0.5, 0.5, 0.5])
+
+
+def test_scale(close):
+    values = torch.randn(100, 3, dtype=torch.float64) * 5 + 2
+    values[:, 1] = 7
+    mean, deviation = scale_of(values)
+    close(mean, values.sum(0) / 100, 1e-12)
+    square = (values - mean).square().sum(0) / 100
+    close(deviation, torch.stack([square[0].sqrt(), torch.ones_like(square[1]), square[2].sqrt()]), 1e-12)
+
+
+def of(rows: int, first: int, last: int, length: int, horizon: int) -> Windows:
+    """Windows of a series whose value is its row."""
+    values = torch.arange(float(rows))[:, None]
+    return Windows(values, values.expand(-1, 4), first, last, length, horizon)
+
+
+@pytest.mark.parametrize("horizon, counts", [(96, (8209, 2785, 2785)), (720, (7585, 2161, 2161))])
+def test_windows_of_the_usual_split(horizon, counts):
+    """Training targets lie in rows 336 to 8639, those to test in 11520 to 14399, all of them."""
+    ends = (0, *MONTHS_12_4_4)
+    assert ends == (0, 8640, 11520, 14400)
+    parts = [of(17420, a, b, 336, horizon) for a, b in pairwise(ends)]
+    assert tuple(map(len, parts)) == counts
+    for part, first, last in zip(parts, (336, 8640, 11520), ends[1:], strict=True):
+        for i, begin in ((0, first), (len(part) - 1, last - horizon)):
+            values, times, target, number = part[i]
+            assert number == i
+            assert torch.equal(values[:, 0], torch.arange(begin - 336.0, begin))
+            assert torch.equal(target[:, 0], torch.arange(float(begin), begin + horizon))
+            assert torch.equal(times[:, 3], torch.cat([values, target])[:, 0])
+
+
+@pytest.mark.parametrize("rows, count", [(10, 1), (9, 0), (3, 0), (13, 4)])
+def test_as_many_windows_as_there_is_room(rows, count):
+    assert len(of(rows, 0, rows, 6, 4)) == count
+
+
+@pytest.mark.parametrize("length", [24, 30, 71, 72])
+def test_simple_forecasts(length):
+    values = torch.randn(2, length, 3)
+    found = simple_forecasts(values, 50)
+    assert list(found) == ["last_value", "last_day", "mean_day"]
+    for hour in range(50):
+        back = length - 24 + hour % 24
+        days = [values[:, row] for row in range(back, -1, -24)][: length // 24]
+        assert torch.equal(found["last_value"][:, hour], values[:, -1])
+        assert torch.equal(found["last_day"][:, hour], values[:, back])
+        assert torch.allclose(found["mean_day"][:, hour], sum(days) / len(days), atol=1e-6)
+
+
+def test_errors_by_hand():
+    prediction = torch.tensor([[[1.0, 2.0]], [[0.0, 0.0]]])
+    target = torch.tensor([[[2.0, 5.0]], [[0.0, -4.0]]])
+    found = window_errors(prediction, target)
+    assert found.dtype == torch.float64 and found.tolist() == [[5.0, 2.0], [8.0, 2.0]]
+    assert mean_errors(found) == {"mse": 6.5, "mae": 2.0}

@@ -1,0 +1,123 @@
+"""SeededSamples follow from a seed and a number, with any number of workers, on any number of replicas."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from ndlightnet.data.packing import TokenBudgetSampler
+from ndlightnet.data.sampling import SeededSampler, SeededSamples, linspace_indices, mixed
+from ndlightnet.training.core.loading import TimedLoader, training_loader
+
+
+class Drawing:
+    """Item i is (i, what it drew)."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, float(torch.rand((), dtype=torch.float64))
+
+
+def test_a_visit_follows_from_seed_and_number():
+    visits = SeededSamples(Drawing(), 3)
+    found = [visits[n] for n in range(40)]
+    again = SeededSamples(Drawing(), 3)
+    torch.manual_seed(99)
+    assert [again[n] for n in reversed(range(40))] == found[::-1]
+    assert len({drawn for _, drawn in found}) == 40
+    other = SeededSamples(Drawing(), 4)
+    assert not {drawn for _, drawn in found} & {other[n][1] for n in range(40)}
+    rounds = [[index for index, _ in found[n : n + 5]] for n in range(0, 40, 5)]
+    assert all(sorted(one) == list(range(5)) for one in rounds)
+    assert len({tuple(one) for one in rounds}) > 4
+    assert len(visits) == 5
+
+
+def test_a_visit_leaves_the_generator_as_it_was():
+    """Without workers dropout draws from the same one."""
+    before = torch.get_rng_state()
+    SeededSamples(Drawing(), 3)[7]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_is_told_the_epoch_late(workers):
+    """As Lightning does it where it resumes: the iterator is made first."""
+    expected = [SeededSamples(Drawing(), 3)[n] for n in range(12, 16)]
+    loader = training_loader(SeededSamples(Drawing(), 3), 4, 2, workers)
+    before, iterator = torch.get_rng_state(), iter(loader)
+    loader.sampler.set_epoch(3)
+    found = [pair for a, b in iterator for pair in zip(a.tolist(), b.tolist(), strict=True)]
+    assert found == expected
+    assert torch.equal(torch.get_rng_state(), before)  # the network draws from it
+    loader.sampler.set_epoch(0)
+    assert next(iter(loader))[0].tolist() == [SeededSamples(Drawing(), 3)[n][0] for n in (0, 1)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_so_many_tokens_that_are_told_the_epoch_late(workers):
+    sampler = TokenBudgetSampler([1 + i % 7 for i in range(30)], 20)
+    loader = TimedLoader(torch.arange(30), batch_sampler=sampler, num_workers=workers)
+    first, iterator = list(sampler), iter(loader)
+    sampler.set_epoch(3)
+    assert [batch.tolist() for batch in iterator] == list(sampler) != first
+
+
+@pytest.mark.parametrize("count, size, batches", [(5, 2, 2), (10, 3, 3), (5, 8, 1)])
+def test_whole_batches_but_one_of_a_small_set(count, size, batches):
+    loader = training_loader(SeededSamples(Drawing(), 0), count, size, 0)
+    assert isinstance(loader, TimedLoader) and loader.waited == 0
+    assert len(list(loader)) == len(loader) == batches
+    assert loader.waited > 0
+
+
+def test_numbers_of_epochs():
+    numbers = SeededSampler(4)
+    assert len(numbers) == 4 and list(numbers) == list(numbers) == [0, 1, 2, 3]
+    numbers.set_epoch(7)
+    assert list(numbers) == [28, 29, 30, 31]
+
+
+@pytest.mark.parametrize("count", [8, 9])
+def test_replicas_have_numbers_of_their_own(monkeypatch, count):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    parts = []
+    for rank in range(2):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        parts.append(SeededSampler(count))
+    assert [len(part) for part in parts] == 2 * [-(-count // 2)]
+    seen = []
+    for epoch in range(3):
+        for part in parts:
+            part.set_epoch(epoch)
+            seen += part
+    assert seen == list(range(len(seen)))
+
+
+def test_seeds_from_numbers():
+    keys = [(0, 1, 0), (0, 1, 1), (1, 1, 0), (0, 2, 0), (0, 1, 10**9), (2**64 - 1, 1, 5)]
+    seeds = [mixed(*key) for key in keys]
+    assert len(set(seeds)) == 6 and seeds == [mixed(*key) for key in keys]
+    for seed in seeds:
+        torch.default_generator.manual_seed(seed)
+    assert np.uint64(max(seeds)) == max(seeds)
+
+
+def test_a_plain_loader_takes_the_numbers_as_well():
+    numbers = SeededSampler(5)
+    numbers.set_epoch(1)
+    (found,) = DataLoader(SeededSamples(Drawing(), 3), batch_size=5, sampler=numbers)
+    assert found[0].tolist() == [SeededSamples(Drawing(), 3)[n][0] for n in range(5, 10)]
+
+
+@pytest.mark.parametrize("count, total", [(0, 7), (1, 7), (3, 7), (7, 7), (6000, 60000)])
+def test_linspace_indices(count, total):
+    found = linspace_indices(count, total)
+    assert len(set(found)) == count and found == sorted(found)
+    assert all(0 <= n < total for n in found)
+    gaps = np.diff([*found, total])
+    assert count == 0 or gaps.max() - gaps.min() <= 1

@@ -1,0 +1,147 @@
+"""Reading a file of bytes, splitting it, and windows of it."""
+
+import gzip
+import lzma
+from collections import Counter
+
+import pytest
+import torch
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.sampling import SeededSamples
+from ndlightnet.data.text.text_files import RandomWindows, Windows, read_bytes, split
+from ndlightnet.training.core.loading import training_loader
+
+CONTENT = bytes(range(256)) * 3 + b"and the rest\n"
+
+
+@pytest.mark.parametrize(
+    "name, pack", [("a.txt", bytes), ("a", bytes), ("a.txt.gz", gzip.compress), ("a.xz", lzma.compress)]
+)
+def test_every_byte_is_read(tmp_path, name, pack):
+    (tmp_path / name).write_bytes(pack(CONTENT))
+    text = read_bytes(tmp_path / name)
+    assert (text.dtype, text.shape) == (torch.uint8, (len(CONTENT),))
+    assert bytes(text.tolist()) == CONTENT
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.gz", CONTENT, "cannot be read"),
+        ("a.gz", gzip.compress(CONTENT, mtime=0)[:-20], "cannot be read"),
+        ("a.gz", gzip.compress(CONTENT, mtime=0)[:30] + b"?" * 30, "cannot be read"),
+        ("a.xz", CONTENT, "cannot be read"),
+        ("a.xz", lzma.compress(CONTENT)[:-20], "cannot be read"),
+        ("a.txt", b"", "is empty"),
+        ("a.gz", gzip.compress(b"", mtime=0), "is empty"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"^{tmp_path / name}: {message}"):
+        read_bytes(tmp_path / name)
+
+
+def test_files_that_are_not_there(tmp_path):
+    for path in (tmp_path / "none.xz", tmp_path):
+        with pytest.raises(DataError, match=f"^{path}: no such file$"):
+            read_bytes(path)
+
+
+def test_split_is_of_the_text_in_order():
+    text = torch.arange(200, dtype=torch.uint8)
+    train, val, test = split(text, (0.9, 0.05, 0.05))
+    assert train.tolist() == list(range(180))
+    assert val.tolist() == list(range(180, 190)) and test.tolist() == list(range(190, 200))
+
+
+@pytest.mark.parametrize(
+    "fractions, sizes",
+    [
+        ((0.9, 0.05, 0.05), (90_000_000, 5_000_000, 5_000_000)),
+        ((0.9, 0.0, 0.1), (90_000_000, 0, 10_000_000)),
+        ((0.7, 0.1, 0.2), (70_000_000, 10_000_000, 20_000_000)),  # their sum in floats is 1 - 1e-16
+    ],
+)
+def test_split_of_enwik8(fractions, sizes):
+    text = torch.zeros((), dtype=torch.uint8).expand(10**8)
+    assert tuple(map(len, split(text, fractions))) == sizes
+
+
+@pytest.mark.parametrize("fractions", [(0.9, 0.1), (0.9, 0.1, 0.1), (1.1, -0.1, 0.0)])
+def test_split_that_is_none(fractions):
+    with pytest.raises(DataError, match=r"^fractions=\(.*add up to 1$"):
+        split(torch.zeros(10, dtype=torch.uint8), fractions)
+
+
+def test_random_windows_are_pieces_of_equal_parts():
+    text, length, count = torch.arange(100, dtype=torch.uint8), 9, 7
+    windows = RandomWindows(text, length, count)
+    assert len(windows) == count
+    starts = Counter()
+    for _ in range(400):
+        for i in range(count):
+            window = windows[i]
+            assert (window.dtype, window.shape) == (torch.uint8, (length + 1,))
+            first = int(window[0])
+            assert window.tolist() == list(range(first, first + length + 1))
+            # starts 0 to 90 are 91 places, 13 in each part
+            assert 13 * i <= first < 13 * (i + 1)
+            starts[first] += 1
+    assert set(starts) == set(range(91))
+    # 2,800 draws of 91 places: each 30.8 times on average, 5.3 the deviation
+    assert max(starts.values()) < 60
+
+
+def test_more_random_windows_than_places():
+    text = torch.arange(12, dtype=torch.uint8)
+    starts = [int(window[0]) for window in map(RandomWindows(text, 9, 50).__getitem__, range(50))]
+    assert starts == sorted(starts) and Counter(starts) == {0: 17, 1: 17, 2: 16}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_seeds(workers):
+    """The same from the same seed, others in another epoch, and others in every part."""
+    text, count = torch.randint(256, (50_000,), dtype=torch.uint8), 8
+
+    def epochs(seed):
+        windows = SeededSamples(RandomWindows(text, 30, count), seed)
+        loader = training_loader(windows, count, 1, workers)
+        found = []
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)
+            found.append(torch.cat(list(loader)))
+        return found
+
+    first, again, other = epochs(1), epochs(1), epochs(2)
+    for a, b in zip(first, again, strict=True):
+        assert a.shape == (count, 31) and torch.equal(a, b)
+    # where in its part a window starts: 8 draws of 6,246 places, 2 alike once in 220 times
+    starts = [
+        sorted(int((text.unfold(0, 31, 1) == window).all(1).nonzero()[0]) for window in windows)
+        for windows in (first[0], first[1], other[0])
+    ]
+    places = [[start - i * (len(text) - 30) // count for i, start in enumerate(one)] for one in starts]
+    assert all(0 <= place < 6247 for one in places for place in one)
+    assert len(set(places[0])) > 6
+    for one in places[1:]:
+        assert len({*one} & {*places[0]}) < 2
+
+
+@pytest.mark.parametrize("length", [1, 4, 9, 29])
+def test_windows_predict_every_byte_but_the_first_once(length):
+    text = torch.arange(30, dtype=torch.uint8)
+    windows = Windows(text, length)
+    items = [windows[i] for i in range(len(windows))]
+    assert [number for _, number in items] == list(range(29 // length))
+    assert all(window.shape == (length + 1,) for window, _ in items)
+    predicted = torch.cat([window[1:] for window, _ in items]).tolist()
+    assert predicted == list(range(1, 1 + length * len(items)))
+    seen = torch.cat([window[:-1] for window, _ in items]).tolist()
+    assert seen == list(range(length * len(items)))
+
+
+def test_text_too_short_for_a_window():
+    assert len(Windows(torch.zeros(5, dtype=torch.uint8), 5)) == 0
+    assert len(Windows(torch.zeros(0, dtype=torch.uint8), 5)) == 0

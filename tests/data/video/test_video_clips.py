@@ -1,0 +1,207 @@
+"""Clips take the right frames, decoded when they are needed."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import ndlightnet.data.video.clips as clips_module
+import ndlightnet.data.video.video_files as video_module
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.video.clips import ClipDataset
+from ndlightnet.data.video.video_files import Sample
+from ndlightnet.data.video.video_transforms import Framing, plain_clip, to_pixels, train_clip, training
+
+from .made_videos import counting, encode, numbers
+
+PLAIN = {
+    "scale": (0.5, 1.0),
+    "hflip": False,
+    "rotation": 0,
+    "randaugment": None,
+    "color_jitter": 0.2,
+    "grayscale": 0,
+    "random_erasing": 0,
+}
+
+
+def random_clips(frames: int, size: int, **options):
+    return partial(train_clip, frames=frames, transform=training(size, **PLAIN | options))
+
+
+@pytest.fixture(scope="module")
+def samples(counted: Path) -> list[Sample]:
+    short = encode(counted.parent / "b.mp4", counting(3, 64, 64))
+    return [Sample(counted, 4), Sample(short, 7)]
+
+
+@pytest.fixture(scope="module")
+def thinned(counted: Path) -> Sample:
+    """A video of which every other frame is read."""
+    return Sample(encode(counted.parent / "c.mp4", counting(128, 48, 96)), 2)
+
+
+@pytest.mark.parametrize("frames", [1, 8])
+def test_train_clips(samples, frames):
+    data = ClipDataset(samples, frames, Framing(32), draw=random_clips(frames, 32))
+    torch.manual_seed(0)
+    assert len(data) == 2
+    for number, label in ((0, 4), (1, 7)):
+        clip, found, index, problem = data[number]
+        assert clip.shape == (3, frames, 32, 32) and clip.dtype == torch.float32
+        assert clip.is_contiguous() and (found, index, problem) == (label, number, "")
+    assert not torch.equal(data[0][0], data[0][0])
+    torch.manual_seed(1)
+    first = data[0][0]
+    torch.manual_seed(1)
+    assert torch.equal(first, data[0][0])
+
+
+def test_test_clips(samples):
+    data = ClipDataset(samples, 5, Framing(42), clips=2)
+    (clips, label, index, problem), again = data[0], data[0]
+    assert clips.shape == (2, 3, 5, 42, 42) and (label, index, problem) == (4, 0, "")
+    assert torch.equal(clips, again[0])
+    # 5 parts of 10 frames; the clips lie at a quarter and at three quarters of each part
+    assert numbers(to_pixels(clips[0])) == [2, 12, 22, 32, 42]
+    assert numbers(to_pixels(clips[1])) == [7, 17, 27, 37, 47]
+
+
+def test_three_crops_of_each_clip(samples):
+    clips = ClipDataset(samples, 5, Framing(42), clips=2, crops=3)[0][0]
+    assert clips.shape == (6, 3, 5, 42, 42)
+    assert [numbers(to_pixels(clip))[0] for clip in clips] == [2, 7] * 3
+
+
+def test_single_frames(samples):
+    clips = ClipDataset(samples, 1, Framing(42), clips=5)[0][0]
+    assert clips.shape == (5, 3, 1, 42, 42)
+    assert numbers(to_pixels(torch.cat(list(clips), dim=1))) == [5, 15, 25, 35, 45]
+
+
+def test_a_short_video_repeats_frames_evenly(samples):
+    clips = ClipDataset(samples, 6, Framing(32))[1][0]
+    assert numbers(to_pixels(clips[0])) == [0, 0, 1, 1, 2, 2]
+
+
+def counted_loads(monkeypatch) -> list[Path]:
+    """The paths that are decoded from now on."""
+    load, found = clips_module.open_for_clips, []
+    monkeypatch.setattr(clips_module, "open_for_clips", lambda path, *more: found.append(path) or load(path, *more))
+    return found
+
+
+def test_a_video_is_decoded_once_and_when_it_is_needed(samples, monkeypatch):
+    loads = counted_loads(monkeypatch)
+    data = ClipDataset(samples, 4, Framing(28))
+    assert loads == []
+    first = data[1][0]
+    assert torch.equal(data[1][0], first) and loads == [samples[1].path]
+
+
+def test_a_video_that_comes_up_twice_is_decoded_once(samples, monkeypatch):
+    loads = counted_loads(monkeypatch)
+    data = ClipDataset([*samples, samples[1]], 4, Framing(28))
+    first, again = data[1], data[2]
+    assert torch.equal(first[0], again[0]) and (first[2], again[2]) == (1, 2)
+    assert loads == [samples[1].path]
+
+
+def test_without_room_every_visit_decodes(samples, monkeypatch):
+    loads = counted_loads(monkeypatch)
+    small = ClipDataset(samples, 4, Framing(28), cache=100)
+    assert torch.equal(small[1][0], small[1][0]) and loads == [samples[1].path] * 2
+    assert torch.equal(small[1][0], ClipDataset(samples, 4, Framing(28))[1][0])
+
+
+@pytest.mark.parametrize("mode", ["center", "squash"])
+@pytest.mark.parametrize("clips, crops", [(None, 1), (0, 1), (1, 1), (3, 3)])
+def test_clips_do_not_depend_on_whether_the_cache_is_full(samples, thinned, mode, clips, crops):
+    """Random ones (None), those of training without augmentation (0), and those of a test."""
+    framing = Framing(28, mode)
+    draw = random_clips(16, 28) if clips is None else None
+    if clips == 0:
+        draw = partial(plain_clip, frames=16, framing=framing, hflip=True)
+    crops = 1 if mode == "squash" else crops
+    held, full = (
+        ClipDataset([*samples, thinned], 16, framing, draw=draw, clips=clips or 1, crops=crops, cache=cache)
+        for cache in (2**32, 0)
+    )
+    for number in (0, 1, 2, 2):
+        torch.manual_seed(number)
+        clip, *others = held[number]
+        torch.manual_seed(number)
+        same, *wanted = full[number]
+        assert torch.equal(clip, same) and others == wanted
+    assert isinstance(held.video(2), torch.Tensor) and not isinstance(full.video(2), torch.Tensor)
+
+
+def test_without_room_only_the_frames_of_a_clip_are_decoded(thinned, monkeypatch):
+    decoded = []
+    frames = video_module.PyAVReader.frames
+    monkeypatch.setattr(video_module.PyAVReader, "frames", lambda r, i: decoded.extend(i) or frames(r, i))
+    monkeypatch.setattr(video_module, "decoders", lambda: ())
+    draw = random_clips(16, 28)
+    full = ClipDataset([thinned], 16, Framing(28), draw=draw, cache=2**15)
+    assert full[0][0].shape == (3, 16, 28, 28)
+    assert decoded.pop(0) == 0  # tells the size of the frames
+    assert len(decoded) == len(set(decoded)) <= 16 and decoded == sorted(decoded)
+    decoded.clear()
+    ClipDataset([thinned], 16, Framing(28), draw=draw)[0]
+    assert decoded == [0, *range(1, 128, 2)]  # all 64 that are held
+
+
+def test_workers_share_what_they_decode(samples, monkeypatch):
+    """The second epoch decodes nothing, whichever process decoded a video in the first."""
+    gc.collect()  # readers that earlier tests left in tracebacks: a forked worker would wait for their threads
+    data = ClipDataset(samples * 4, 4, Framing(28))
+    whole = torch.stack([item[0] for item in data])
+    again = ClipDataset(samples * 4, 4, Framing(28))
+    loader = torch.utils.data.DataLoader(again, batch_size=1, num_workers=2)
+    assert torch.equal(torch.cat([batch[0] for batch in loader]), whole)
+    monkeypatch.setattr(clips_module, "open_for_clips", lambda *_: pytest.fail("decoded again"))
+    assert torch.equal(torch.cat([batch[0] for batch in loader]), whole)
+
+
+def test_a_video_that_cannot_be_read(samples, tmp_path):
+    """Training takes the next good one and names it; a test raises."""
+    broken = Sample(tmp_path / "c.mp4", 0)
+    train = ClipDataset([broken, *samples], 4, Framing(32), draw=random_clips(4, 32))
+    clip, label, index, problem = train[0]
+    assert (label, index) == (4, 1) and problem == f"{broken.path}: no such file"
+    assert clip.shape == (3, 4, 32, 32)
+    assert train[2][1:] == (7, 2, "")
+    with pytest.raises(DataError, match=r"c\.mp4: no such file$"):
+        ClipDataset([broken], 4, Framing(32))[0]
+    bad = ClipDataset([broken] * 40, 4, Framing(32), draw=random_clips(4, 32))
+    with pytest.raises(DataError, match=r"c\.mp4: no such file; nor can the 15 after it"):
+        bad[0]
+
+
+def test_wrong_arguments(samples):
+    with pytest.raises(ValueError, match="start at 1, got 0, 32, 1, 1"):
+        ClipDataset(samples, 0, Framing(32))
+
+
+def test_clips_without_augmentation_are_those_of_a_test(samples):
+    """In training, too: for a network that generates them."""
+    framing = Framing(28)
+
+    def plain(hflip):
+        draw = partial(plain_clip, frames=4, framing=framing, hflip=hflip)
+        return ClipDataset(samples, 4, framing, draw=draw)
+
+    for number in range(len(samples)):
+        clip, *others = plain(False)[number]
+        (same,), *wanted = ClipDataset(samples, 4, framing)[number]
+        assert torch.equal(clip, same) and others == wanted
+    torch.manual_seed(0)
+    flipped, one = plain(True), plain(False)[0][0]
+    found = [flipped[0][0] for _ in range(20)]
+    both = [one, one.flip(-1)]
+    assert all(any(torch.equal(clip, other) for other in both) for clip in found)
+    assert any(torch.equal(clip, both[1]) for clip in found)
