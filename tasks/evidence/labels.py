@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import compare
-from ndlightnet.training.classification.page import MEASURES
+from ndlightnet.training.classification.answer_page import MEASURES
 from ndlightnet_evidence import plots, runner, tables
 
 DRAWN = ("top1", "balanced_accuracy", "auc")  # measures of the picture, where they were made

@@ -19,7 +19,7 @@ from torch import Tensor
 from ndlightnet.data.errors import DataError, cell
 from ndlightnet.data.video_stream import VideoStream
 from ndlightnet.data.video_transforms import eval_frames
-from ndlightnet.training.core.report import tell
+from ndlightnet.training.report.results import log
 
 
 class StreamTrainer(L.Trainer):
@@ -51,7 +51,7 @@ class StreamTrainer(L.Trainer):
         count, start, damage = 0, time.monotonic(), ""
         try:
             video = VideoStream(datamodule.input, fps)
-            tell(video.notes)
+            log(video.notes)
             with self._status() as show, lines(output) as file:
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(["seconds", "frame", "class", "probability", *map(cell, names)])

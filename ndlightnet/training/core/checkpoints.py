@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +49,10 @@ def check_checkpoint(path: str, model: L.LightningModule, data: Any, entries: Se
         what = "causal, go on" if saved["causal"] else "not causal, train one"
         raise DataError(f"{path}: its network is {what} with --model.causal true")
     own, found = ({k: tuple(x.shape) for k, x in d.items()} for d in (model.state_dict(), weights))
-    if own != found and _loads(model, weights):
-        return  # older names or widths, which the network converts
     for name in [*own, *found]:
         here, there = own.get(name, "none"), found.get(name, "none")
         if here != there:
             raise DataError(f"{path}: the checkpoint of another network: {name} is {there} there, {here} here")
-
-
-def _loads(model: L.LightningModule, weights: dict[str, Tensor]) -> bool:
-    """Return whether the network loads all `weights`; tried on a copy on the meta device."""
-    net = {key.removeprefix("net."): x for key, x in weights.items() if key.startswith("net.")}
-    try:
-        copy: Any = deepcopy(model.net).to("meta")
-        copy.load_state_dict(net, assign=True)  # copying warns of each batch norm
-    except RuntimeError:
-        return False
-    return len(net) == len(weights)
 
 
 def load_initial(path: str, net: nn.Module) -> str:

@@ -21,13 +21,13 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 
-from ndlightnet.data.errors import DataError, clear_drafts, printable
+from ndlightnet.data.errors import DataError, clear_drafts, one_line, printable
 from ndlightnet.layout.spelling import did_you_mean
 from ndlightnet.training.core.checkpoints import NAMES, AtomicCheckpoints, check_checkpoint
 from ndlightnet.training.core.costs import parameter_count
-from ndlightnet.training.core.options import TaskParser, check_configs, unexpected
-from ndlightnet.training.core.report import check_writable, say
+from ndlightnet.training.core.options import TaskParser, check_configs
 from ndlightnet.training.core.runs import FitMetrics, SaveConfig, check_unused, checkpoint_in, resumption
+from ndlightnet.training.report.results import check_writable, log_rank_zero
 
 # entries needed to resume a training: without "loops" it would silently start again
 RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers")
@@ -67,12 +67,12 @@ class TaskCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            said: BaseException = error
-            while said.__cause__ is not None and not isinstance(said, DataError):
-                said = said.__cause__
-            raise DataError(" ".join(str(said).split())) from error
+            cause: BaseException = error
+            while cause.__cause__ is not None and not isinstance(cause, DataError):
+                cause = cause.__cause__
+            raise DataError(" ".join(str(cause).split())) from error
         except TypeError as error:  # arguments of a mixer, which are not checked before
-            raise DataError(unexpected(str(error))) from error
+            raise DataError(f"model: {one_line(error)}") from error
         except (RuntimeError, OSError) as error:  # timm's, for a name or weights that it has not
             raise DataError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
@@ -119,7 +119,9 @@ class TaskCLI(LightningCLI):
         epochs = loops["fit_loop"]["epoch_progress"]["current"]["processed"]
         most = self.trainer.max_epochs
         if most is not None and 0 < most <= epochs:
-            say([f"{path}: has been trained for {epochs} epochs, nothing is left of trainer.max_epochs={most}"])
+            log_rank_zero(
+                [f"{path}: has been trained for {epochs} epochs, nothing is left of trainer.max_epochs={most}"]
+            )
             trainer: Any = self.trainer
             trainer.callbacks = [x for x in trainer.callbacks if not isinstance(x, SaveConfig)]
 
@@ -265,7 +267,7 @@ def _demonstration(config: Path) -> list[str]:
     root = Path(trainer.get("default_root_dir", "runs"))
     resumed = resumption(root)
     if resumed:
-        say([f"{root}: holds a run, which goes on unless finished; delete it to begin another"])
+        log_rank_zero([f"{root}: holds a run, which goes on unless finished; delete it to begin another"])
     return ["fit", "--config", str(config), *resumed]
 
 
@@ -306,7 +308,7 @@ def run(
         return 1
     if not cli.trainer.is_global_zero:
         return 0  # the first process has all failures; torchrun would end it, which may still write
-    say(cli.model.notes)
+    log_rank_zero(cli.model.notes)
     for failure in cli.model.failures:
         print(f"error: {failure}", file=sys.stderr)
     if cli.model.summary:

@@ -103,11 +103,7 @@ class CostMonitor(L.Callback):
         checkpoint["cost"] = [self.seconds, self.peak, self.throughput]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint.get("cost", [])  # before 0.1: not of every task
-        if not saved or not isinstance(saved[0], list):  # before 0.1: a pair of each epoch
-            saved = [[seconds for seconds, _ in saved], max((peak for _, peak in saved), default=0)]
-        self.seconds, self.peak, throughput = [*saved[0]], saved[1], saved[2:]
-        self.throughput = [*throughput[0]] if throughput else []
+        self.seconds, self.peak, self.throughput = checkpoint["cost"]
 
     def measured(self) -> dict[str, float | None]:
         """Return, for metrics.json, step_ms, the median, peak_memory_gb (without activations in the

@@ -21,18 +21,13 @@ from ndlightnet.layout import Processes, Shard, activated
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.training.core.checkpoints import load_initial, some_of
 from ndlightnet.training.core.costs import CostMonitor
-from ndlightnet.training.core.fonts import figure_names
 from ndlightnet.training.core.optim import adamw_with_cosine
-from ndlightnet.training.core.report import say
+from ndlightnet.training.core.options import check
 from ndlightnet.training.core.speed import checkpoint_blocks, note_torch_lines
+from ndlightnet.training.report.figures import figure_names
+from ndlightnet.training.report.results import log_rank_zero
 
 T = TypeVar("T")
-
-
-def check(argument: str, value: object, good: bool, expected: str) -> None:
-    """Raise DataError that names an `argument` of the command line unless `good`."""
-    if not good:
-        raise DataError(f"{argument}: {value}, expected {expected}")
 
 
 class Task(L.LightningModule):
@@ -232,7 +227,7 @@ class Task(L.LightningModule):
         """Load `init`, once, before a training and before what it resumes from."""
         self._split_grid()
         if self.init is not None and self.trainer.training:
-            say([load_initial(self.init, self.net)])
+            log_rank_zero([load_initial(self.init, self.net)])
             self.init = None
 
     def configure_optimizers(self) -> Any:

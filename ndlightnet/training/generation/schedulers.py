@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.inference import sample
 from ndlightnet.layout.spelling import did_you_mean
 
-Density = Literal["logit_normal", "uniform"]
 PREDICTIONS = ("epsilon", "sample", "v_prediction")  # prediction_type, as diffusers names them
 
 
@@ -85,19 +84,14 @@ def prediction(scheduler: Any) -> str:
     return "flow" if is_flow(scheduler) else scheduler.config.get("prediction_type", "epsilon")
 
 
-def noised(
-    scheduler: Any, x: Tensor, density: Density | None = None, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def noised(scheduler: Any, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return noisy samples of x (batch, channels, *space), their times (batch,), and what a network
-    should predict from them, of the shape of x.
-
-    density: of the times: "uniform", or "logit_normal", which favours the middle; default:
-    "logit_normal" with flow matching, else "uniform". generator: for draws that can be
-    repeated, on x's device.
-    """
+    should predict from them, of the shape of x. With flow matching times are logit-normal, which
+    favours the middle (arXiv 2403.03206), else uniform. generator: for draws that can be repeated,
+    on x's device."""
     noise = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
     flow, count = is_flow(scheduler), scheduler.config.num_train_timesteps
-    if (density or ("logit_normal" if flow else "uniform")) == "logit_normal":
+    if flow:
         place = torch.randn(len(x), generator=generator, device=x.device).sigmoid()
     else:
         place = torch.rand(len(x), generator=generator, device=x.device)

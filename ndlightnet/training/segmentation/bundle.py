@@ -22,8 +22,8 @@ from ndlightnet.data.errors import DataError, one_line, writable
 from ndlightnet.training.core.checkpoints import check_checkpoint
 from ndlightnet.training.core.cli import TaskCLI
 from ndlightnet.training.segmentation.bundle_files import inference_of, metadata_of, readme_of
-from ndlightnet.training.segmentation.data import VolumeData
-from ndlightnet.training.segmentation.task import SegmentationTask
+from ndlightnet.training.segmentation.segmentation_task import SegmentationTask
+from ndlightnet.training.segmentation.volume_data import VolumeData
 
 
 class BundleCLI(TaskCLI):

@@ -16,8 +16,8 @@ from monai.utils.enums import IgniteInfo
 
 import ndlightnet
 from ndlightnet.data.errors import printable
-from ndlightnet.training.segmentation.data import VolumeData
-from ndlightnet.training.segmentation.task import SegmentationTask
+from ndlightnet.training.segmentation.segmentation_task import SegmentationTask
+from ndlightnet.training.segmentation.volume_data import VolumeData
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 MIXED = {"16-mixed": "$torch.float16", "bf16-mixed": "$torch.bfloat16"}

@@ -6,7 +6,6 @@ the names of the classes, names[0] the background's. NaN stands for an undefined
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.ndimage import binary_erosion, find_objects
 from torch import Tensor
 
-from ndlightnet.data.errors import atomic_write, cell
+from ndlightnet.training.report.results import write_csv
 
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
 Box = tuple[slice, ...]
@@ -114,19 +113,18 @@ def _surfaces(
 
 def boxes(labels: NDArray[Any], classes: int) -> list[Box | None]:
     """Return the smallest box around every foreground class; None for an absent one."""
-    found: list[Box | None] = find_objects(labels, max_label=classes - 1)
-    return found
+    bounds: list[Box | None] = find_objects(labels, max_label=classes - 1)
+    return bounds
 
 
 def write_cases(path: Path, rows: Rows, names: Sequence[str]) -> None:
     """Write a CSV, a line per case and class: case, class and the measures, empty where NaN."""
-    with atomic_write(path) as draft, draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(("case", "class", *MEASURES))
-        for case, row in rows.items():
-            for name, measured in zip(names[1:], row, strict=True):
-                values = [measured[key] for key in MEASURES]
-                table.writerow((cell(case), cell(name), *("" if np.isnan(v) else f"{v:.6g}" for v in values)))
+    lines = [
+        (case, name, *("" if np.isnan(measured[key]) else f"{measured[key]:.6g}" for key in MEASURES))
+        for case, row in rows.items()
+        for name, measured in zip(names[1:], row, strict=True)
+    ]
+    write_csv(path, ("case", "class", *MEASURES), lines)
 
 
 def metrics_of(rows: Rows, names: Sequence[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ndlightnet.data.errors import DataError, atomic_write, one_line
 from ndlightnet.data.volume.datasets import read_dataset
 from ndlightnet.data.volume.fingerprint import Fingerprint, fingerprint
 from ndlightnet.data.volume.formats import PICTURES
-from ndlightnet.training.core.report import check_writable, say
+from ndlightnet.training.report.results import check_writable, log_rank_zero
 
 COARSE = 3.0  # factor by which an axis is coarser and shorter than the others, see target_spacing
 SMALLEST = 4  # cells along an axis of the coarsest level, at least
@@ -75,7 +75,7 @@ def plan(
     notes: list[str] = []
     folder = read_dataset(root, notes)
     there = Path(out or Path("runs") / Path(root).resolve().name)
-    say(notes)
+    log_rank_zero(notes)
     check_writable(there)  # before all volumes are read
     cases = [case.as_series(frames is not None) for case in folder.training]
     if not cases:

@@ -22,7 +22,7 @@ from ndlightnet.data.image_transforms import seeded
 from ndlightnet.data.images import moved
 from ndlightnet.data.visits import mixed
 from ndlightnet.training import ImageFolders
-from ndlightnet.training.classification.metrics import scores
+from ndlightnet.training.classification.scores import scores
 from ndlightnet_evidence import runner, sets
 from ndlightnet_evidence.turns import Work
 

@@ -23,8 +23,8 @@ from ndlightnet.data.images import ImageSet
 from ndlightnet.data.visits import Visits, mixed
 from ndlightnet.inference import predict_clips
 from ndlightnet.training import ImageData, TextData, VideoData
-from ndlightnet.training.classification.metrics import scores
-from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.classification.scores import scores
+from ndlightnet.training.core.data_module import training_loader
 from ndlightnet.training.language.measures import token_nll
 from ndlightnet_evidence import runner
 from ndlightnet_evidence.graphs import Replay
@@ -223,7 +223,7 @@ class Text(Samples):
         data.setup("fit")
         self.data, self.device = data, runner.device()
         self.steps = epochs * max(1, data.windows // data.batch_size)
-        self.text = data.parts[0].to(self.device)
+        self.text = data.splits[0].to(self.device)
         self.test_text = data.test_text[: data.tested + 1].to(self.device)
         self.measures = ("bits_per_byte", *(f"bits_{n}" for n in data.lengths))
 

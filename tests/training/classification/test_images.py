@@ -1,10 +1,8 @@
 """Images and volumes: data in memory, what a run leaves, its measures, and the configs."""
 
-import io
 import json
 import struct
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +17,10 @@ from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.nn import mixers
 from ndlightnet.nn.stem import ConvStem
-from ndlightnet.training import ImageData, ImageTask, TaskCLI, run
-from ndlightnet.training.classification.pictures import projections, save_gallery
+from ndlightnet.training import ImageData, ImageTask, TaskCLI
+from ndlightnet.training.classification.answer_figures import projections, save_gallery
+from tests.training.conftest import Done
+from tests.training.conftest import launch as command_line
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = [ROOT / "configs" / f"{name}.yaml" for name in ("fashion_mnist", "adrenal", "adrenal28", "adrenal64")]
@@ -74,23 +74,9 @@ def volumes(tmp_path_factory) -> Path:
     return path
 
 
-def launch(folder: Path, command: str, *arguments: str) -> SimpleNamespace:
-    """`run` on the tiny config in `folder`: its status, output and error lines."""
-    (folder / "tiny.yaml").write_text(TINY)
-    out, err = io.StringIO(), io.StringIO()
-    argv = [
-        "task.py",
-        command,
-        "--config",
-        str(folder / "tiny.yaml"),
-        f"--trainer.default_root_dir={folder}",
-        *arguments,
-    ]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", argv)
-        status = run(ImageTask, ImageData, Path("no default"))
-    errors = [line for line in err.getvalue().splitlines() if line.startswith("error: ")]
-    return SimpleNamespace(status=status, out=out.getvalue(), errors=errors)
+def launch(folder: Path, command: str, *arguments: str) -> Done:
+    root = f"--trainer.default_root_dir={folder}"
+    return command_line(ImageTask, ImageData, TINY, folder / "given", command, root, *arguments)
 
 
 VOLUMES = (

@@ -10,11 +10,11 @@ import pytest
 import torch
 from matplotlib.text import Text
 
-from ndlightnet.training.classification import pictures
-from ndlightnet.training.classification.pictures import save_confusion, save_gallery, save_strips
-from ndlightnet.training.forecasting.pictures import Panel, save_forecasts
+from ndlightnet.training.classification import answer_figures
+from ndlightnet.training.classification.answer_figures import save_confusion, save_gallery, save_strips
+from ndlightnet.training.forecasting.forecast_figure import Panel, save_forecasts
 from ndlightnet.training.language.curves import draw
-from ndlightnet.training.segmentation.figures import save_case
+from ndlightnet.training.segmentation.case_figure import save_case
 
 
 def pixels(path: Path) -> np.ndarray:
@@ -43,7 +43,7 @@ def test_confusion_is_dark_where_the_row_has_its_part(tmp_path):
 
 def test_confusion_has_the_counts_in_their_cells(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(answer_figures, "save_figure", lambda figure, path: figures.append(figure))
     save_confusion(tmp_path / "c.png", COUNTS, ["cat", "dog", "ant"])
     axis = figures[0].axes[0]
     found = {text.get_position()[::-1]: text.get_text() for text in axis.texts}

@@ -1,16 +1,12 @@
 """Volumes in folders, from files to a CSV; averaged weights, augmentation, mirrored answers."""
 
 import csv
-import io
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import lightning
@@ -25,7 +21,9 @@ from ndlightnet.data.errors import DataError, printable
 from ndlightnet.data.volume.augment import Augment
 from ndlightnet.data.volume.class_folders import read_volume
 from ndlightnet.data.volume.grid import Case
-from ndlightnet.training import AveragedWeights, ImageData, ImageTask, VolumeFolders, run
+from ndlightnet.training import AveragedWeights, ImageData, ImageTask, VolumeFolders
+from tests.training.conftest import Done
+from tests.training.conftest import launch as command_line
 from tests.training.hospital import claim, raw_header
 
 TINY = """
@@ -76,24 +74,9 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def launch(folder: Path, command: str, *arguments: object) -> SimpleNamespace:
-    (folder / "tiny.yaml").write_text(TINY)
-    out, err = io.StringIO(), io.StringIO()
-    argv = [
-        "volume_cls.py",
-        command,
-        "--config",
-        str(folder / "tiny.yaml"),
-        f"--trainer.default_root_dir={folder}",
-        *map(str, arguments),
-    ]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", argv)
-        status = run(ImageTask, ImageData, Path("no default"))
-    errors, notes = (
-        [line for line in err.getvalue().splitlines() if line.startswith(f"{kind}: ")] for kind in ("error", "note")
-    )
-    return SimpleNamespace(status=status, out=out.getvalue(), errors=errors, notes=notes)
+def launch(folder: Path, command: str, *arguments: object) -> Done:
+    root = f"--trainer.default_root_dir={folder}"
+    return command_line(ImageTask, ImageData, TINY, folder / "given", command, root, *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.training import TextData, TextTask
 from ndlightnet.training.core.cli import run
 from ndlightnet.training.core.export import load_network
-from ndlightnet.training.core.report import write_metrics
 from ndlightnet.training.core.runs import FitMetrics, check_unused
+from ndlightnet.training.report.results import write_metrics
 
 CONFIG = """
 seed_everything: 0

@@ -1,9 +1,6 @@
 """Forecasts: scaling and windows of the data module, fit, test and predict, errors, the config."""
 
-import io
 import json
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +13,9 @@ import torch
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.series import Series, read_series, write_series
 from ndlightnet.models.forecaster import Forecaster
-from ndlightnet.training import TaskCLI, run
-from ndlightnet.training.core.optim import adamw_with_cosine
-from ndlightnet.training.forecasting import ForecastTask, SeriesData
+from ndlightnet.training import ForecastTask, SeriesData
+from tests.training.conftest import launch
 
-ROOT = Path(__file__).parents[3]
 START, HOUR = datetime(2020, 1, 1, 5), timedelta(hours=1)
 SPLIT = (500, 600, 720)
 CONFIG = """
@@ -53,7 +48,6 @@ def days(rows: int = 750) -> Series:
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("series")
     write_series(folder / "hours.csv", days())
-    (folder / "config.yaml").write_text(CONFIG)
     return folder
 
 
@@ -61,16 +55,11 @@ def folder(tmp_path_factory) -> Path:
 def forecast(folder):
     """forecast("fit", "--option=..."): the task on the tiny config -> (status, output, errors)."""
 
-    def launch(command: str, *arguments: object):
-        argv = ["task.py", command, "--config", f"{folder}/config.yaml", *map(str, arguments)]
-        out, err = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-            patch.setattr(sys, "argv", argv)
-            status = run(ForecastTask, SeriesData, Path("no default"))
-        lines = err.getvalue().splitlines()
-        return status, out.getvalue(), [line for line in lines if line.startswith("error: ")]
+    def start(*arguments: object):
+        done = launch(ForecastTask, SeriesData, CONFIG, folder, *arguments)
+        return done.status, done.out, done.errors
 
-    return launch
+    return start
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +70,7 @@ def trained(folder, forecast, tmp_path_factory) -> Path:
     assert forecast("fit", *common)[::2] == (0, [])
     status, said, failed = forecast("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
     assert (status, failed) == (0, []) and "over 91 windows" in said
+    assert matplotlib.image.imread(out / "test_windows.png").std() > 0.05
     return out
 
 
@@ -186,11 +176,6 @@ def test_the_best_checkpoint_is_that_of_the_least_error(trained, folder):
         assert -float(score) == pytest.approx((net(values, times) - target).square().mean().item(), rel=1e-4)
 
 
-def test_pictures(trained):
-    picture = matplotlib.image.imread(trained / "test_windows.png")
-    assert min(picture.shape[:2]) > 300 and picture.std() > 0.05
-
-
 def test_predict(trained, folder, forecast, tmp_path, close):
     """In the file's units, of the hours after its end, without the training data; columns may come
     in another order, beside others."""
@@ -270,29 +255,3 @@ def test_a_checkpoint_of_other_columns(trained, folder, tmp_path):
     saved = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
     with pytest.raises(DataError, match=r"OT.*A.*trained on"):
         task.on_load_checkpoint(saved)
-
-
-def test_the_config_takes_one_step(tmp_path, monkeypatch):
-    """With another horizon, said in one place."""
-    monkeypatch.setattr(sys, "argv", ["task.py"])
-    args = [
-        "--config",
-        f"{ROOT}/configs/ett.yaml",
-        "--data.init_args.horizon=40",
-        "--trainer.accelerator=cpu",
-        f"--trainer.default_root_dir={tmp_path}",
-    ]
-    cli = TaskCLI(ForecastTask, SeriesData, subclass_mode_data=True, run=False, args=args)
-    task, data = cli.model.train(), cli.datamodule
-    assert task.net.label_length <= data.input_length and data.horizon == 40
-    task._trainer = SimpleNamespace(estimated_stepping_batches=20)
-    task.log = lambda *_, **__: None
-    optimizer = adamw_with_cosine(task, task.net, task.lr, task.weight_decay)["optimizer"]
-    before = {name: value.detach().clone() for name, value in task.net.named_parameters()}
-    values, target = torch.randn(2, data.input_length, 7), torch.randn(2, 40, 7)
-    loss = task.training_step((values, torch.rand(2, data.input_length + 40, 4), target, 0), 0)
-    assert loss.ndim == 0 and loss.isfinite()
-    loss.backward()
-    optimizer.step()
-    for name, value in task.net.named_parameters():
-        assert not torch.equal(value, before[name]), name

@@ -1,10 +1,7 @@
 """Generation from the command line: fit, test and predict on tiny data of 1 to 4 axes, on clips
 and on an autoencoder's latents; wrong options in one line."""
 
-import io
 import json
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +16,9 @@ pytest.importorskip("diffusers")
 
 from ndlightnet import NDLightDiT, NDLightNet
 from ndlightnet.data.errors import DataError
-from ndlightnet.training import GenerationTask, HandwrittenDigits, LabelledData, run
+from ndlightnet.training import GenerationTask, HandwrittenDigits, LabelledData
 from ndlightnet.training.generation.latents import Latents
+from tests.training.conftest import launch as command_line
 
 TINY = """
 seed_everything: 0
@@ -70,27 +68,12 @@ def bars(folder: Path, space: tuple[int, ...]) -> Path:
     return path
 
 
-def launch(folder: Path, command: str, *arguments: str, config: str = TINY):
+def launch(folder: Path, *arguments: object, config: str = TINY):
     """The exit status, what was printed, and the lines of errors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tiny.yaml").write_text(config)
-    out, err = io.StringIO(), io.StringIO()
-    argv = [
-        "task.py",
-        command,
-        "--config",
-        str(folder / "tiny.yaml"),
-        f"--trainer.default_root_dir={folder}",
-        *arguments,
-    ]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", argv)
-        try:
-            status = run(GenerationTask, LabelledData, Path("no default"))
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-    lines = err.getvalue().splitlines()
-    return status, out.getvalue(), [line for line in lines if line.startswith("error: ")]
+    command, *more = arguments
+    root = f"--trainer.default_root_dir={folder}"
+    done = command_line(GenerationTask, LabelledData, config, folder / "given", command, root, *more)
+    return done.status, done.out, done.errors
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +157,7 @@ def test_classes_and_noise_are_those_that_are_reported(images, tmp_path, monkeyp
 
     losses = [launch(tmp_path / "v", "validate", root, last)[1] for _ in range(2)]
     assert losses[0] == losses[1] and "val_loss" in losses[0]
-    monkeypatch.setattr("ndlightnet.training.generation.task.sample", sample)
+    monkeypatch.setattr("ndlightnet.training.generation.generation_task.sample", sample)
     assert launch(tmp_path, "test", root, last)[::2] == (0, [])
     assert sorted(label for call in calls for label in call) == [0] * 3 + [1] * 3
     metrics = json.loads((tmp_path / "metrics.json").read_text())

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ndlightnet.training import SegmentationTask, VolumeData
+from ndlightnet.training import SegmentationTask as Task
 from ndlightnet.training.core import cli
-from ndlightnet.training.segmentation import SegmentationTask as Task
-from ndlightnet.training.segmentation.folds import folds
+from ndlightnet.training.segmentation.cross_validation import folds
 from tests.training.conftest import UNET
 
 CASES = [str(number) for number in range(7)]  # to train on; 7 is the test

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from ndlightnet.training.segmentation.html_report import write_page
+from ndlightnet.training.segmentation.case_page import write_page
 from ndlightnet.training.segmentation.metrics import MEASURES, interval
 
 NAMES = ["background", "liver <left>", "tumour & co"]
