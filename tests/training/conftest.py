@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import nibabel
 import numpy as np
 import pytest
+from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image
 
 from ndlightnet.training import (
@@ -107,6 +109,13 @@ def launch(task: type, data: type, config: str, folder: Path, *arguments: object
         except SystemExit as stop:  # of wrong options
             status = int(stop.code or 0)
     return Done(status, out.getvalue(), err.getvalue())
+
+
+def set_up(task: LightningModule, data: LightningDataModule, stage: str = "fit") -> None:
+    """What a command does before its first batch, without a trainer."""
+    task._trainer = SimpleNamespace(datamodule=data, world_size=1)
+    data.setup(stage)
+    task.setup(stage)
 
 
 @pytest.fixture(scope="session")

@@ -178,8 +178,6 @@ def agrees_with_its_data(cli: TaskCLI) -> None:
     root, classes = ROOT / getattr(data, "root", "none"), DRAWN.get(type(data).__name__)
     if isinstance(task, TextTask):
         assert net.vocab_size == 256 and net.causal
-    elif isinstance(task, GenerationTask):
-        assert net.num_classes == len(classes or data.classes) and net.in_chans == data.channels
     elif classes is None and not root.exists():
         return
     elif isinstance(data, ImageFolders):
@@ -188,6 +186,8 @@ def agrees_with_its_data(cli: TaskCLI) -> None:
         classes = classes or class_names(root / "train")
         classes = () if isinstance(task, PretrainTask) else classes
         assert (net.dims, net.in_chans, net.num_classes) == (2, data.channels, len(classes))
+    elif isinstance(task, GenerationTask):
+        assert net.num_classes == len(classes or data.classes) and net.in_chans == data.channels
     elif isinstance(task, ImageTask):
         images = read_images(root)["train"]
         assert net.dims == images.images.ndim - 1 and net.in_chans == 1

@@ -24,6 +24,7 @@ from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoData, VideoTask
 from ndlightnet.training.classification.video_data import OpenedVideos
 from ndlightnet.training.core.data_module import training_loader
+from tests.training.conftest import set_up
 
 from ...data.video_files import encode, write_film
 
@@ -278,13 +279,13 @@ def test_a_task_gives_networks_what_the_data_say(root, pixels):
     assert task.example_inputs()[0].shape == (4, data.channels, 4, 16, 16)
 
 
-def test_a_network_of_other_channels(root):
-    data = made(root, pixels="both")
-    data.setup("fit")
-    task = VideoTask(Means(3))
-    task._trainer = Trainer(data)
+def test_a_network_of_other_channels_or_classes(root):
     with pytest.raises(DataError, match="in_chans=3: clips have 6 channels with "):
-        task.setup("fit")
+        set_up(VideoTask(Means(3)), made(root, pixels="both"))
+    net = Means(3)
+    net.num_classes = 7
+    with pytest.raises(DataError, match=f"{root}: 2 classes, but the network has num_classes=7"):
+        set_up(VideoTask(net), made(root))
 
 
 RUN = (
@@ -332,15 +333,3 @@ def test_a_stream_sees_the_differences_that_training_saw(trained, classify, root
     expected = predict_clips(net.eval(), frame_differences(clip))[0]
     found = torch.tensor([float(rows[-1][name]) for name in ("calm", "fight")])
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
-
-
-def test_folds_through_the_command_line(classify, root, tmp_path):
-    fold = ("--data.init_args.folds=4", "--data.init_args.fold=1")
-    common = (*RUN, *fold, f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={root}")
-    done = classify("fit", *common)
-    assert (done.status, done.errors) == (0, [])
-    done = classify(
-        "test", *common, "--data.init_args.test_on=fold", f"--ckpt_path={tmp_path}/fold_1/checkpoints/last.ckpt"
-    )
-    assert (done.status, done.errors) == (0, [])
-    assert "over 3 videos" in done.out  # of 10 and 4: 2 and 1

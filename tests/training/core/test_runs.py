@@ -70,7 +70,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("logger", ["true", "false", "CSVLogger", f"{__name__}.Remote", f"{__name__}.Database"])
+@pytest.mark.parametrize("logger", ["CSVLogger", f"{__name__}.Database"])
 def test_every_command_takes_a_run_of_any_logger(launch, tmp_path, logger):
     root = tmp_path / "run"
     if logger == "CSVLogger":

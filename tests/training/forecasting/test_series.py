@@ -1,6 +1,7 @@
 """Forecasts: scaling and windows of the data module, fit, test and predict, errors, the config."""
 
 import json
+import re
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.series import Series, read_series, write_series
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.training import ForecastTask, SeriesData
-from tests.training.conftest import launch
+from tests.training.conftest import launch, set_up
 
 START, HOUR = datetime(2020, 1, 1, 5), timedelta(hours=1)
 SPLIT = (500, 600, 720)
@@ -81,10 +82,13 @@ def net_of(checkpoint: Path) -> Forecaster:
     return net
 
 
+def series_data(folder: Path, **options) -> SeriesData:
+    small = {"file": "hours.csv", "input_length": 48, "horizon": 30, "split": SPLIT, "workers": 0}
+    return SeriesData(str(folder), **small | options)
+
+
 def opened(folder: Path, **options) -> SeriesData:
-    data = SeriesData(
-        str(folder), **{"file": "hours.csv", "input_length": 48, "horizon": 30, "split": SPLIT, "workers": 0, **options}
-    )
+    data = series_data(folder, **options)
     data.setup("fit")
     return data
 
@@ -206,47 +210,37 @@ def test_predict(trained, folder, forecast, tmp_path, close):
 
 
 @pytest.mark.parametrize(
-    "option, text",
+    "options, net, text",
     [
-        ("--data.init_args.file=gone.csv", "{root}/gone.csv: no such file"),
-        ("--data.init_args.columns=[XX]", "{root}/hours.csv: has no column XX"),
-        ("--data.init_args.columns=[OT]", "{root}/hours.csv: expected a network with in_chans=1"),
-        ("--data.init_args.split=[500,600,800]", "{root}/hours.csv: 750 rows, expected 800"),
-        ("--data.init_args.horizon=101", "{root}/hours.csv: split=(500, 600, 720) has no room"),
-        ("--model.net.init_args.label_length=49", "input_length=48: shorter than"),
-        ("--model.net.init_args.period=49", "input_length=48: shorter than the network's period=49"),
-        ("--data.init_args.input_length=23", "input_length=23, horizon=30: expected a day"),
+        ({"file": "gone.csv"}, {}, "{root}/gone.csv: no such file"),
+        ({"columns": ["XX"]}, {}, "{root}/hours.csv: has no column XX"),
+        ({"columns": ["OT"]}, {}, "{root}/hours.csv: expected a network with in_chans=1"),
+        ({"split": (500, 600, 800)}, {}, "{root}/hours.csv: 750 rows, expected 800"),
+        ({"horizon": 101}, {}, "{root}/hours.csv: split=(500, 600, 720) has no room"),
+        ({}, {"label_length": 49}, "input_length=48: shorter than"),
+        ({}, {"period": 49}, "input_length=48: shorter than the network's period=49"),
+        ({"input_length": 23}, {}, "input_length=23, horizon=30: expected a day"),
     ],
 )
-def test_what_does_not_fit_the_data(forecast, folder, tmp_path, option, text):
-    status, _, failed = forecast(
-        "fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={folder}", option
-    )
-    assert status == 1 and not list(tmp_path.rglob("*.ckpt")) and len(failed) == 1
-    assert failed[0].startswith("error: " + text.format(root=folder))
+def test_what_does_not_fit_the_data(folder, options, net, text):
+    task = ForecastTask(Forecaster(**{"in_chans": 2, "label_length": 24, "embed_dim": 16} | net))
+    with pytest.raises(DataError, match="^" + re.escape(text.format(root=folder))):
+        set_up(task, series_data(folder, **options))
 
 
-@pytest.mark.slow
-def test_what_predict_needs(forecast, trained, folder, tmp_path):
+def test_what_predict_needs(folder, tmp_path):
     write_series(tmp_path / "short.csv", days(47))
     write_series(tmp_path / "other.csv", Series(("OT",), START, days().values[:, :1]))
-    here, checkpoint = (f"--data.init_args.input={folder}/hours.csv", trained / "checkpoints/last.ckpt")
-    cases = (
-        ((here,), "--ckpt_path: predict expects"),
-        ((f"--ckpt_path={checkpoint}",), "data.input: expected a CSV file"),
-        (
-            (f"--data.init_args.input={tmp_path}/short.csv", f"--ckpt_path={checkpoint}"),
-            f"{tmp_path}/short.csv: 47 rows, expected input_length=48",
-        ),
-        (
-            (f"--data.init_args.input={tmp_path}/other.csv", f"--ckpt_path={checkpoint}"),
-            f"{tmp_path}/other.csv: has no column A",
-        ),
-    )
-    for arguments, text in cases:
-        status, _, failed = forecast("predict", f"--trainer.default_root_dir={tmp_path}/out", *arguments)
-        assert status == 1 and len(failed) == 1 and failed[0].startswith(f"error: {text}")
-        assert not (tmp_path / "out" / "predictions").exists()
+    for name, columns, text in (
+        ("short.csv", (), "--ckpt_path: predict expects"),
+        (None, ("A", "OT"), "data.input: expected a CSV file"),
+        ("short.csv", ("A", "OT"), f"{tmp_path}/short.csv: 47 rows, expected input_length=48"),
+        ("other.csv", ("A", "OT"), f"{tmp_path}/other.csv: has no column A"),
+    ):
+        data = series_data(folder, input=name and str(tmp_path / name))
+        data.set_names({"columns": columns})
+        with pytest.raises(DataError, match=f"^{text}"):
+            data.predict_dataloader()
 
 
 def test_a_checkpoint_of_other_columns(trained, folder, tmp_path):

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,8 +14,11 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
+from ndlightnet import NDLightNet
+from ndlightnet.data.errors import DataError
 from ndlightnet.training import TextData, TextTask, run
 from ndlightnet.training.language.measures import octaves, token_nll
+from tests.training.conftest import set_up
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "enwik8.yaml"
@@ -232,38 +236,26 @@ def test_a_periodic_text_is_learnt(tmp_path, launch):
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "options, net, message",
     [
-        (["--data.init_args.root=/gone.xz"], "/gone.xz: no such file"),
-        (["--data.init_args.length=900"], "ROOT: 900 bytes to train on: expected length + 1 = 901"),
-        (["--data.init_args.length=50"], "ROOT: 50 bytes to validate on: expected length + 1 = 51"),
-        ([], "ROOT: 50 bytes to test on, test_bytes=256: expected more than 128 for windows of "),
-        (["--data.init_args.fractions=[0.5,0.0,0.4]"], "fractions=(0.5, 0.0, 0.4): expected"),
-        (["--data.init_args.lengths=[0]"], "length=32, windows=320, lengths=[0, 32]"),
+        ({"root": "/gone.xz"}, {}, "/gone.xz: no such file"),
+        ({"length": 900}, {}, "ROOT: 900 bytes to train on: expected length + 1 = 901"),
+        ({"length": 50}, {}, "ROOT: 50 bytes to validate on: expected length + 1 = 51"),
         (
-            ["--data.init_args.lengths=[]", "--model.net.init_args.causal=false"],
-            "model.net: expected a network with causal=True, got False",
+            {"lengths": (64, 128)},
+            {},
+            "ROOT: 50 bytes to test on, test_bytes=256: expected more than 128 for windows of ",
         ),
-        (
-            ["--data.init_args.lengths=[]", "--model.net.init_args.vocab_size=255"],
-            "model.net: expected a network with vocab_size=256, got 255",
-        ),
-        (
-            ["--data.init_args.lengths=[]", "--model.net.init_args.num_classes=256"],
-            "model.net: expected a network with per_token=True, got False",
-        ),
+        ({"fractions": (0.5, 0.0, 0.4)}, {}, "fractions=(0.5, 0.0, 0.4): expected"),
+        ({"lengths": (0,)}, {}, "length=32, windows=320, lengths=[0, 32]"),
+        ({}, {"causal": False}, "model.net: expected a network with causal=True, got False"),
+        ({}, {"vocab_size": 255}, "model.net: expected a network with vocab_size=256, got 255"),
+        ({}, {"num_classes": 256}, "model.net: expected a network with per_token=True, got False"),
     ],
 )
-def test_one_line_for_what_is_wrong(launch, tmp_path, text_file, options, message):
-    root = text_file()[0]
-    status, _, errors = launch("fit", *options, root=root)
-    assert status == 1 and len(errors) == 1 and not list(tmp_path.rglob("*.ckpt"))
-    assert errors[0].startswith("error: " + message.replace("ROOT", str(root)))
-
-
-def test_the_default_text_is_not_there(tmp_path, launch):
-    config = CONFIG.read_text()
-    assert "root: text/" in config
-    small = config.replace("root: text/", f"root: {tmp_path}/none/").replace("embed_dim: 384", "embed_dim: 8")
-    status, _, errors = launch(config=small)
-    assert (status, errors) == (1, [f"error: {tmp_path}/none/enwik8.xz: no such file"])
+def test_what_does_not_fit(text_file, options, net, message):
+    root, _ = text_file()
+    small = {"root": str(root), "length": 32, "windows": 320, "batch_size": 8, "lengths": (), "test_bytes": 256}
+    arguments = {"dims": 1, "vocab_size": 256, "causal": True, "embed_dim": 8, "depth": 1} | net
+    with pytest.raises(DataError, match="^" + re.escape(message.replace("ROOT", str(root)))):
+        set_up(TextTask(NDLightNet(**arguments)), TextData(**small | options))
