@@ -65,13 +65,13 @@ class ImageTask(ClassificationTask):
         name, size = type(self.net).__name__, tuple(image.shape[1:])
         try:
             with torch.no_grad(), precision.forward_context():
-                found = self.net.eval()(precision.convert_input(image))
+                output = self.net.eval()(precision.convert_input(image))
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            told = f"cannot take images of {size} ({one_line(error)})"
-            raise DataError(f"model.net={name}: {told}") from error
+            problem = f"cannot take images of {size} ({one_line(error)})"
+            raise DataError(f"model.net={name}: {problem}") from error
         self.net.train(training)
-        shape, wanted = tuple(getattr(found, "shape", ())), (1, len(data.classes))
-        check(f"model.net={name}", f"output {shape} of an image", shape == wanted, f"{wanted}")
+        shape, expected = tuple(getattr(output, "shape", ())), (1, len(data.classes))
+        check(f"model.net={name}", f"output {shape} of an image", shape == expected, f"{expected}")
 
     def example_inputs(self) -> tuple[Tensor, ...]:
         data = self.data()
@@ -110,11 +110,8 @@ class ImageTask(ClassificationTask):
         super().test_step(batch, number)
 
     def on_test_epoch_end(self) -> None:
-        self._gather_failures()
+        self.gather_lines()
         super().on_test_epoch_end()
-
-    def _gather_failures(self) -> None:
-        self.failures = list(self.gathered({line: line for line in self.failures}))
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
         patch = getattr(getattr(self.net, "embed", None), "patch", None)
@@ -149,19 +146,19 @@ class ImageTask(ClassificationTask):
     def on_predict_end(self) -> None:
         """Write predictions.csv, a line for each image, its file, class and probabilities, and
         predictions.png, some of the images, the least certain first."""
-        self._gather_failures()
+        self.gather_lines()
         predicted, data = self.gathered(self.predicted), self.data()
         file = self.out() / "predictions.csv"
         if self.trainer.is_global_zero:
-            odds = torch.tensor(list(predicted.values())).reshape(len(predicted), -1)
+            probs = torch.tensor(list(predicted.values())).reshape(len(predicted), -1)
             files = [data.sample_name(number) for number in predicted]
-            write_table(file, files, odds, None, data.classes)
+            write_table(file, files, probs, None, data.classes)
             if predicted:
-                shown = list(predicted)
+                numbers = list(predicted)
                 save_gallery(
                     self.out() / "predictions.png",
-                    lambda row: data.picture(shown[row]),
-                    odds,
+                    lambda row: data.picture(numbers[row]),
+                    probs,
                     None,
                     self.figure_names(data.classes),
                 )

@@ -54,14 +54,9 @@ class VideoTask(ClassificationTask):
             raise ValueError(f"causal={causal}: expected {self.causal}, as the network is")
 
     def setup(self, stage: str) -> None:
-        channels, data = getattr(self.net, "in_chans", None), self.data()
-        if channels not in (None, data.channels):
-            raise DataError(f"in_chans={channels}: clips have {data.channels} channels with data.pixels={data.pixels}")
-        outputs = getattr(self.net, "num_classes", None)
-        if stage != "predict" and outputs not in (None, len(self.data().classes)):
-            raise DataError(
-                f"{self.data().root}: {len(self.data().classes)} classes, but the network has num_classes={outputs}"
-            )
+        self.expect(in_chans=self.data().channels)
+        if stage != "predict":
+            self.expect(num_classes=len(self.data().classes))
 
     def example_inputs(self) -> tuple[Tensor, ...]:
         data = self.data()
@@ -80,8 +75,8 @@ class VideoTask(ClassificationTask):
         """Return what the network gets of the clips (batch, clips, ...) of a test, and of their
         mirror images."""
         clips = torch.cat([clips, clips.flip(-1)], 1) if self.mirror else clips
-        seen: Tensor = self.data().network_input(clips)
-        return seen
+        inputs: Tensor = self.data().network_input(clips)
+        return inputs
 
     def on_test_epoch_start(self) -> None:
         super().on_test_epoch_start()
@@ -149,7 +144,7 @@ class VideoTask(ClassificationTask):
             }
 
     def on_predict_end(self) -> None:
-        self.failures = list(self.gathered({line: line for line in self.failures}))
+        self.gather_lines()
         predictions = self.gathered(self.predictions)
         file = self.out() / "predictions" / "predictions.json"
         if self.trainer.is_global_zero:

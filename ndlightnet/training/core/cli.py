@@ -138,26 +138,26 @@ class TaskCLI(LightningCLI):
             print(f"checkpoints in {folder}: {', '.join(names)}", file=sys.stderr)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        def given(key: str) -> Any:
+        def option(key: str) -> Any:
             return self._get(self.config_init, f"trainer.{key}")
 
         def several(key: str) -> list[Any]:
-            value = given(key) or []
+            value = option(key) or []
             return [*value] if isinstance(value, list) else [value]
 
-        root = Path(given("default_root_dir") or "runs")
+        root = Path(option("default_root_dir") or "runs")
         fold = getattr(self.datamodule, "fold", None)
         root = root if fold is None else root / f"fold_{fold}"
-        saves = self.subcommand == "fit" and not given("fast_dev_run")
+        saves = self.subcommand == "fit" and not option("fast_dev_run")
         if saves:
             check_unused(root, self._get(self.config_init, "ckpt_path"))
         if self.subcommand != "stream":
             check_writable(root)
             clear_drafts(root)
-        callbacks, plugins, loggers = several("callbacks"), several("plugins"), given("logger")
-        if given("enable_model_summary") is None:
+        callbacks, plugins, loggers = several("callbacks"), several("plugins"), option("logger")
+        if option("enable_model_summary") is None:
             kwargs["enable_model_summary"] = False  # `before_fit` prints the useful part
-        if given("enable_progress_bar") is not False:
+        if option("enable_progress_bar") is not False:
             callbacks.append(RichProgressBar())
         if self.subcommand != "fit":
             loggers, self.save_config_callback = False, None
@@ -169,7 +169,7 @@ class TaskCLI(LightningCLI):
         monitor = getattr(self.model, "monitor", None)
         if saves:
             callbacks.append(FitMetrics(monitor))
-        if self.subcommand == "fit" and given("enable_checkpointing") is not False:
+        if self.subcommand == "fit" and option("enable_checkpointing") is not False:
             folder = root / "checkpoints"
             callbacks += [
                 ModelCheckpoint(folder, "best", monitor=monitor, mode="max", enable_version_counter=False),
@@ -286,21 +286,21 @@ def run(
     predicted.
     """
     quiet()
-    given = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        check_configs(given)
-        if given and given[0] in (commands or {}):
-            return commands[given[0]](given[1:]) or 0  # type: ignore[index]
-        if commands and given[:1] in (["-h"], ["--help"]):
+        check_configs(words)
+        if words and words[0] in (commands or {}):
+            return commands[words[0]](words[1:]) or 0  # type: ignore[index]
+        if commands and words[:1] in (["-h"], ["--help"]):
             print(f"Beside the subcommands below: {', '.join(commands)}; each takes --help.\n")
         streams = hasattr(getattr(task, "trainer_class", L.Trainer), "stream")
-        known = ["fit", "validate", "test", "predict", *["stream"] * streams, *(commands or {})]
-        if given and given[0] not in known and not given[0].startswith("-"):
-            wrong = f"{given[0]}: no such command{did_you_mean(given[0], known)}"
+        names = ["fit", "validate", "test", "predict", *["stream"] * streams, *(commands or {})]
+        if words and words[0] not in names and not words[0].startswith("-"):
+            wrong = f"{words[0]}: no such command{did_you_mean(words[0], names)}"
             print(f"error: {printable(wrong)}", file=sys.stderr)
             return 2
-        cli = task_cli(task, data, given or _demonstration(default))
-        if not given:
+        cli = task_cli(task, data, words or _demonstration(default))
+        if not words:
             last = checkpoint_in(Path(cli.trainer.default_root_dir), "last", "best")
             cli.trainer.test(cli.model, cli.datamodule, ckpt_path=str(last), weights_only=True, verbose=False)
     except DataError as error:

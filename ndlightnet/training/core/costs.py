@@ -176,8 +176,8 @@ def state_size(net: nn.Module) -> int | None:
     to an integer; None if that of a layer grows."""
     mixers = [getattr(block, "mixer", None) for block in getattr(net, "blocks", ())]
     sizes = [getattr(mixer, "state_size", None) for mixer in mixers]
-    known = [size for size in sizes if size is not None]
-    return round(statistics.mean(known)) if known and len(known) == len(sizes) else None
+    numbers = [size for size in sizes if size is not None]
+    return round(statistics.mean(numbers)) if numbers and len(numbers) == len(sizes) else None
 
 
 def latencies(task: L.LightningModule, *inputs: Tensor) -> dict[str, float]:

@@ -184,10 +184,10 @@ class TimedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = None
         while True:
-            asked = time.perf_counter()
+            begun = time.perf_counter()
             batches = super().__iter__() if batches is None else batches  # starts the workers
             batch = next(batches, None)
-            self.waited += time.perf_counter() - asked
+            self.waited += time.perf_counter() - begun
             if batch is None:
                 return
             yield batch

@@ -49,8 +49,8 @@ def note_torch_lines(net: nn.Module) -> None:
 
 def _note_torch_lines(hooks: list[Any], module: MDTPE, inputs: Any, named: dict[str, Any]) -> None:
     hooks.pop().remove()
-    given = dict(zip(("x", "mask", "layout", "dtype"), inputs, strict=False)) | named
-    given.pop("mask", None)
-    runs = module.implementation(**given)
+    arguments = dict(zip(("x", "mask", "layout", "dtype"), inputs, strict=False)) | named
+    arguments.pop("mask", None)
+    runs = module.implementation(**arguments)
     if "lines of" in runs:
         log_rank_zero([f"MD-TPE runs in {runs}; it is slower than the kernel"])

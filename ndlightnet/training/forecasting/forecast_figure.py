@@ -14,12 +14,12 @@ from ndlightnet.training.report.figures import COLORS, GREY, panels_of, plain_ax
 
 
 class Panel(NamedTuple):
-    """One column of a window: `known`, the input from `start` on; the forecast of the hours after
+    """One column of a window: `inputs`, from `start` on; the forecast of the hours after
     it; and the truth of these hours if there is one."""
 
     title: str
     start: datetime
-    known: Tensor
+    inputs: Tensor
     forecast: Tensor
     truth: Tensor | None = None
 
@@ -30,11 +30,11 @@ def save_forecasts(path: Path, panels: Sequence[Panel]) -> None:
 
     figure, axes = panels_of(len(panels), 1, (10, 1.9 * len(panels) + 0.5))
     for axis, panel in zip(axes[:, 0], panels, strict=True):
-        now, hours = len(panel.known), len(panel.known) + len(panel.forecast)
+        now, hours = len(panel.inputs), len(panel.inputs) + len(panel.forecast)
         dates = [panel.start + hour * HOUR for hour in range(hours)]
         axis.axvspan(dates[now], dates[-1], color="#F3F3F3", linewidth=0)
         lines = (
-            (dates[:now], panel.known, "input", GREY),
+            (dates[:now], panel.inputs, "input", GREY),
             (dates[now:], panel.truth, "truth", COLORS[0]),
             (dates[now:], panel.forecast, "forecast", COLORS[4]),
         )

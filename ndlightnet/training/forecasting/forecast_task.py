@@ -37,11 +37,8 @@ class ForecastTask(Task):
             least = getattr(self.net, name, 0)
             if least > data.input_length:
                 raise DataError(f"input_length={data.input_length}: shorter than the network's {name}={least}")
-        here = len(data.columns)
-        if stage != "predict" and getattr(self.net, "in_chans", here) != here:
-            raise DataError(
-                f"{data.root / data.file}: expected a network with in_chans={here}, got {self.net.in_chans}"
-            )
+        if stage != "predict":
+            self.expect(in_chans=len(data.columns))
 
     def example_inputs(self) -> tuple[Tensor, ...]:
         data = self.data()
@@ -73,25 +70,23 @@ class ForecastTask(Task):
         values, times, target, index = batch
         data = self.data()
         forecasts = {"net": self.net(values, times), **simple_forecasts(values, data.horizon)}
-        found = {name: window_errors(y, target).cpu() for name, y in forecasts.items()}
+        errors = {name: window_errors(y, target).cpu() for name, y in forecasts.items()}
         for row, number in enumerate(index.tolist()):
-            self.tested[number] = {name: pair[row] for name, pair in found.items()}
+            self.tested[number] = {name: pair[row] for name, pair in errors.items()}
             if number in self.shown:
                 start = data.start + data.test_set.starts[number] * HOUR
                 title = f"{data.columns[-1]}, window {number + 1} of {len(data.test_set)}"
-                known, forecast, truth = (
-                    data.unscaled(part[row])[:, -1] for part in (values, forecasts["net"], target)
-                )
-                self.panels[number] = Panel(title, start, known, forecast, truth)
+                inputs, forecast, truth = (data.unscaled(x[row])[:, -1] for x in (values, forecasts["net"], target))
+                self.panels[number] = Panel(title, start, inputs, forecast, truth)
 
     def on_test_epoch_end(self) -> None:
         data, tested = self.data(), list(self.gathered(self.tested).values())
         panels = self.gathered(self.panels)
-        found = {name: mean_errors([window[name] for window in tested]) for name in tested[0]}
-        ours = found.pop("net")
+        errors = {name: mean_errors([window[name] for window in tested]) for name in tested[0]}
+        ours = errors.pop("net")
         metrics = {
             **ours,
-            **found,
+            **errors,
             "windows": len(tested),
             "columns": list(data.columns),
             "input_length": data.input_length,
@@ -103,21 +98,21 @@ class ForecastTask(Task):
             return
         write_metrics(self.out(), metrics)
         save_forecasts(self.out() / "test_windows.png", list(panels.values()))
-        simple = min(found, key=lambda name: found[name]["mse"])
+        simple = min(errors, key=lambda name: errors[name]["mse"])
         self.summary = (
             f"MSE {ours['mse']:.3f}, MAE {ours['mae']:.3f} over {len(tested)} windows, scaled "
-            f"({simple.replace('_', ' ')} repeated: {found[simple]['mse']:.3f}, "
-            f"{found[simple]['mae']:.3f}); see {self.out()}"
+            f"({simple.replace('_', ' ')} repeated: {errors[simple]['mse']:.3f}, "
+            f"{errors[simple]['mae']:.3f}); see {self.out()}"
         )
 
     def predict_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
         data, (values, times) = self.data(), batch
-        known, forecast = data.unscaled(values[0]), data.unscaled(self.net(values, times)[0])
+        inputs, forecast = data.unscaled(values[0]), data.unscaled(self.net(values, times)[0])
         name = re.sub(r"(?i)(\.csv)?(\.gz)?$", "", Path(data.input).name, count=1)
         file = self.out() / "predictions" / f"{file_name(name)}.csv"
         with atomic_write(file) as draft:
-            write_series(draft, Series(data.columns, data.start + len(known) * HOUR, forecast))
-        panels = [Panel(column, data.start, known[:, i], forecast[:, i]) for i, column in enumerate(data.columns)]
+            write_series(draft, Series(data.columns, data.start + len(inputs) * HOUR, forecast))
+        panels = [Panel(column, data.start, inputs[:, i], forecast[:, i]) for i, column in enumerate(data.columns)]
         save_forecasts(file.with_suffix(".png"), panels)
         self.summary = f"the {data.horizon} hours after {data.input} are in {file}"
 

@@ -45,8 +45,8 @@ def precision_and_recall(real: Tensor, drawn: Tensor, k: int = 3) -> tuple[float
 def _covered(manifold: Tensor, points: Tensor, k: int) -> float:
     """Return the fraction of points inside a ball of the manifold."""
     k = min(k, len(manifold) - 1)
-    radii = torch.cat([torch.cdist(part, manifold).kthvalue(k + 1).values for part in manifold.split(ROWS)])
-    inside = [(torch.cdist(part, manifold) <= radii).any(1) for part in points.split(ROWS)]
+    radii = torch.cat([torch.cdist(chunk, manifold).kthvalue(k + 1).values for chunk in manifold.split(ROWS)])
+    inside = [(torch.cdist(chunk, manifold) <= radii).any(1) for chunk in points.split(ROWS)]
     return float(torch.cat(inside).float().mean())
 
 
@@ -79,8 +79,8 @@ class Features:
                 self.net.to(x.device)(x.float())
         except (RuntimeError, ValueError) as error:
             kind, shape = type(self.net).__name__, tuple(x.shape)
-            told = f"cannot take samples {shape} ({one_line(error)})"
-            raise DataError(f"model.features={kind}: {told}") from error
+            problem = f"cannot take samples {shape} ({one_line(error)})"
+            raise DataError(f"model.features={kind}: {problem}") from error
         return self.held.flatten(1)
 
 
@@ -129,7 +129,7 @@ class Nearest:
 
     def update(self, features: Tensor, labels: Tensor, pixels: Tensor) -> None:
         """Take a batch of training samples: features (batch, dim), labels, pixels (batch, ...)."""
-        gaps = torch.cat([torch.cdist(part, features) for part in self.queries.split(ROWS)])
+        gaps = torch.cat([torch.cdist(chunk, features) for chunk in self.queries.split(ROWS)])
         at = gaps.argmin(1)
         # again, exactly: large matrices of distances come from a product, which leaves a copy of a
         # training sample at a distance above 0

@@ -98,8 +98,8 @@ class GenerationTask(Task):
     def setup(self, stage: str) -> None:
         data = self.data()
         inputs = ("noisy samples", "times", "classes")[: 2 + self.conditional]
-        wanted = f"a network that takes {', '.join(inputs)}, such as NDLightDiT"
-        check("model.net", type(self.net).__name__, accepts(self.net, inputs), wanted)
+        expected = f"a network that takes {', '.join(inputs)}, such as NDLightDiT"
+        check("model.net", type(self.net).__name__, accepts(self.net, inputs), expected)
         check("model.sampling_steps", self.sampling_steps, self.sampling_steps > 0, "1 or more")
         check_sampling(self.scheduler, self.sampling_steps)
         check("model.samples", self.samples, self.samples > 1, "2 or more")
@@ -300,7 +300,7 @@ class GenerationTask(Task):
         data = self.data()
         data.setup("fit")
         loader = data.plain_train_dataloader()
-        nearest, kept, failed = Nearest(features, shown), [], len(self.failures)
+        nearest, chosen_features, failed = Nearest(features, shown), [], len(self.failures)
         rng = torch.Generator().manual_seed(self.seed)
         share = count / (len(loader) * data.batch_size)
         for x, labels, *_ in batches_of(data, loader, self.device):
@@ -309,11 +309,11 @@ class GenerationTask(Task):
             batch_features = self.measured(x)
             nearest.update(batch_features, labels, data.to_pixels(x))
             chosen = torch.rand(len(x), generator=rng) < share
-            kept.append(batch_features[chosen])
+            chosen_features.append(batch_features[chosen])
         # the training did without these files, too
         self.notes += [f"{line}; left out" for line in self.failures[failed:]]
         del self.failures[failed:]
-        return nearest, torch.cat(kept)
+        return nearest, torch.cat(chosen_features)
 
     def on_predict_start(self) -> None:
         classes = self.data().classes

@@ -99,9 +99,9 @@ def save_animation(path: Path, clips: Sequence[Tensor], columns: int, fps: int =
         make_grid([clip[:, number] for clip in clips], columns, padding=1, pad_value=WHITE) for number in range(frames)
     ]
     images = [Image.fromarray(np.ascontiguousarray(one.permute(1, 2, 0))) for one in pictures]
-    how: dict[str, Any] = {"format": "GIF", "duration": 1000 // fps, "loop": 0}
+    options: dict[str, Any] = {"format": "GIF", "duration": 1000 // fps, "loop": 0}
     with atomic_write(path) as draft:
-        images[0].save(draft, save_all=True, append_images=images[1:], **how)
+        images[0].save(draft, save_all=True, append_images=images[1:], **options)
 
 
 def save_sample(path: Path, sample: Tensor) -> Path:

@@ -44,25 +44,25 @@ def generate(arguments: list[str]) -> int:
         arguments = _with_files(arguments)
         check_configs(arguments)
     cli = GenerateCLI(TextTask, TextData, args=arguments, run=False)
-    given, task = cli.config, cli.model
-    check_checkpoint(given.ckpt_path, task, cli.datamodule)
-    saved = torch.load(given.ckpt_path, map_location="cpu", weights_only=True)
+    options, task = cli.config, cli.model
+    check_checkpoint(options.ckpt_path, task, cli.datamodule)
+    saved = torch.load(options.ckpt_path, map_location="cpu", weights_only=True)
     task.load_state_dict(saved["state_dict"])
     plugin: Any = cli.trainer.precision_plugin
     task = plugin.convert_module(task).to(cli.trainer.strategy.root_device).eval()
-    rng = torch.Generator().manual_seed(given.seed)
+    rng = torch.Generator().manual_seed(options.seed)
     try:
         with plugin.forward_context():
             texts = generate_text(
                 task.net,
-                given.prompt,
-                given.length,
-                temperature=given.temperature,
-                top_k=given.top_k,
-                stop=given.stop,
+                options.prompt,
+                options.length,
+                temperature=options.temperature,
+                top_k=options.top_k,
+                stop=options.stop,
                 generator=rng,
             )
-            _show(given.prompt)
+            _show(options.prompt)
             for text in texts:
                 _show(text)
     except ValueError as error:

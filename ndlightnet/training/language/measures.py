@@ -58,5 +58,5 @@ def file_bits(net: Any, text: Tensor, chunk: int) -> float:
         predict = net.stream()
     except ValueError:
         predict = net
-    parts = (text[None, start : start + chunk + 1] for start in range(0, len(text) - 1, chunk))
-    return sum(float(token_nll(predict, part).double().sum()) for part in parts) / math.log(2)
+    pieces = (text[None, start : start + chunk + 1] for start in range(0, len(text) - 1, chunk))
+    return sum(float(token_nll(predict, piece).double().sum()) for piece in pieces) / math.log(2)

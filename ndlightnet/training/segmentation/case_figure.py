@@ -86,9 +86,9 @@ def save_case(
     for name, labels in (("truth", truth), ("prediction", prediction)):
         if labels is not None and labels.shape != image.shape:
             raise ValueError(f"{name}: expected the image's shape {tuple(image.shape)}, got {tuple(labels.shape)}")
-    voxels, found = image.cpu().numpy(), prediction.cpu().numpy()
+    voxels, predicted = image.cpu().numpy(), prediction.cpu().numpy()
     true = None if truth is None else truth.cpu().numpy()
-    slices = best_slices(found if true is None or not true.any() else true, len(names))[-3:]
+    slices = best_slices(predicted if true is None or not true.any() else true, len(names))[-3:]
     space, frames = voxels.shape[-3:], len(voxels) if voxels.ndim == 4 else 0
     axes = [a for a in (2, 1, 0) if min(space[:a] + space[a + 1 :]) > 1] or [2]
     rows: list[tuple[tuple[int, ...], int]] = [((), axis) for axis in axes]  # frame, cut axis
@@ -107,9 +107,9 @@ def save_case(
         )
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
         grid = figure.subplots(len(axes), len(columns), squeeze=False, height_ratios=heights)
-        shown = np.zeros(len(names), int)  # pixels of each class
+        pixels = np.zeros(len(names), int)  # pixels of each class
         for number, (row, (frame, axis)) in enumerate(zip(grid, rows, strict=True)):
-            planes = {"image": voxels, "truth": true, "prediction": found}
+            planes = {"image": voxels, "truth": true, "prediction": predicted}
             cuts = {k: cut(v[frame], axis, slices[axis]) for k, v in planes.items() if v is not None}
             low, top = np.percentile(cuts["image"], (0.5, 99.5))
             for panel, column in zip(row, columns, strict=True):
@@ -121,7 +121,7 @@ def save_case(
                     wrong = error_of(cuts["truth"], cuts["prediction"])
                     paint(panel, wrong, [to_rgb(c) for c in ERRORS.values()], extent, 0.8)
                 elif column != "image":
-                    shown += np.bincount(cuts[column].ravel(), minlength=len(names))
+                    pixels += np.bincount(cuts[column].ravel(), minlength=len(names))
                     colors = [color_of(n) for n in range(1, len(names))]
                     paint(panel, cuts[column], colors, extent, 0.55)
                 if number == 0 and column != "image":  # the image's title is the plane
@@ -135,7 +135,7 @@ def save_case(
                 continue
             side = row[0].text(0.02, 0.5, EDGES[axis], transform=row[0].transAxes, va="center")
             side.set_bbox({"facecolor": GROUND, "alpha": 0.6, "edgecolor": "none", "pad": 1.5})
-        _legend(figure, "outside lower left", legend_of(shown, names), 6 if true is not None else 3)
+        _legend(figure, "outside lower left", legend_of(pixels, names), 6 if true is not None else 3)
         if true is not None:
             errors = [(name, to_rgb(color)) for name, color in ERRORS.items()]
             _legend(figure, "outside upper right", errors, len(errors))
@@ -155,13 +155,13 @@ def paint(panel: Any, labels: NDArray[Any], colors: Sequence[Any], extent: Any, 
     )
 
 
-def legend_of(shown: NDArray[Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+def legend_of(pixels: NDArray[Any], names: Sequence[str]) -> list[tuple[str, Any]]:
     """Return (name, colour) of foreground classes with pixels; of many, those with the most."""
-    there = [n for n in range(1, len(names)) if shown[n]]
-    if len(there) <= NAMED:
-        return [(names[n], color_of(n)) for n in there]
-    most = sorted(sorted(there, key=lambda n: -shown[n])[: NAMED - 1])
-    rest = f"and {len(there) - len(most)} more"
+    present = [n for n in range(1, len(names)) if pixels[n]]
+    if len(present) <= NAMED:
+        return [(names[n], color_of(n)) for n in present]
+    most = sorted(sorted(present, key=lambda n: -pixels[n])[: NAMED - 1])
+    rest = f"and {len(present) - len(most)} more"
     return [*((names[n], color_of(n)) for n in most), (rest, to_rgb(GROUND))]
 
 

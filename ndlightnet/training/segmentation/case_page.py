@@ -33,7 +33,7 @@ TEMPLATE = """
 {% endif %}
 {% for case in cases %}
 <h2>{{ case.name }}
-{%- if known %} <span class="soft">mean Dice {{ case.dice }}</span>{% endif %}</h2>
+{%- if has_truth %} <span class="soft">mean Dice {{ case.dice }}</span>{% endif %}</h2>
 <details{% if case.lines | length <= short %} open{% endif %}>
 <summary>{{ case.lines | length | counted("class") }}</summary>
 {% if case.lines %}{{ table(case.heads, case.lines) }}{% else %}<p>no class</p>{% endif %}
@@ -55,17 +55,17 @@ def write_page(
 
     A case's picture is the file CASE.png beside `path`, linked if it exists.
     """
-    known = any(not np.isnan(m["truth_ml"]) for row in rows.values() for m in row)
+    has_truth = any(not np.isnan(m["truth_ml"]) for row in rows.values() for m in row)
     dice = {case: of_known(np.mean, [m["dice"] for m in row]) for case, row in rows.items()}
     # without a truth there is no Dice, and the names alone decide
     order = sorted(rows, key=lambda case: (np.nan_to_num(dice[case], nan=2.0), case))
-    shown, names = MEASURES if known else ("volume_ml",), page_names(names)
+    measures, names = MEASURES if has_truth else ("volume_ml",), page_names(names)
     cases = [
         {
             "name": case,
             "dice": number(dice[case], 3),
-            "heads": ["class", *(HEADS[key] for key in shown)],
-            "lines": _lines(rows[case], names, shown),
+            "heads": ["class", *(HEADS[key] for key in measures)],
+            "lines": _lines(rows[case], names, measures),
             "picture": f"{case}.png" if (path.parent / f"{case}.png").is_file() else None,
         }
         for case in order
@@ -76,18 +76,18 @@ def write_page(
         title=title,
         summary=summary,
         failures=failures,
-        known=known,
+        has_truth=has_truth,
         cases=cases,
         short=SHORT,
         heads=CLASSES,
-        classes=_classes(rows, names) if known else [],
+        classes=_classes(rows, names) if has_truth else [],
     )
 
 
-def _lines(row: Sequence[Mapping[str, Any]], names: Sequence[str], shown: Sequence[str]) -> list[list[str]]:
+def _lines(row: Sequence[Mapping[str, Any]], names: Sequence[str], measures: Sequence[str]) -> list[list[str]]:
     """Return a table line for each class that the truth or the prediction has."""
     return [
-        [name, *(number(measured[key], DIGITS[key]) for key in shown)]
+        [name, *(number(measured[key], DIGITS[key]) for key in measures)]
         for name, measured in zip(names[1:], row, strict=True)
         if measured["volume_ml"] > 0 or measured["truth_ml"] > 0
     ]

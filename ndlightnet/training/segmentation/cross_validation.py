@@ -38,17 +38,17 @@ def folds(arguments: list[str]) -> None:
 
 def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
     """Train and test one fold; return its folder, with metrics.json, and the number of folds."""
-    given = [*arguments, f"--data.init_args.fold={fold}", "--data.init_args.test_on=fold"]
-    asked = task_cli(SegmentationTask, VolumeData, given, run=False)
-    root = Path(asked.trainer.default_root_dir)
+    options = [*arguments, f"--data.init_args.fold={fold}", "--data.init_args.test_on=fold"]
+    cli_of_fold = task_cli(SegmentationTask, VolumeData, options, run=False)
+    root = Path(cli_of_fold.trainer.default_root_dir)
     if not _tested(root):
-        task_cli(SegmentationTask, VolumeData, ["fit", *given, *resumption(root)])
+        task_cli(SegmentationTask, VolumeData, ["fit", *options, *resumption(root)])
         last = checkpoint_in(root, "last", "best")
         # the last checkpoint: the best one was chosen on these cases. With a new trainer: in one
         # that has trained, Lightning's EMA would load the weights that are not averaged
-        cli = task_cli(SegmentationTask, VolumeData, ["test", *given, f"--ckpt_path={last}"])
+        cli = task_cli(SegmentationTask, VolumeData, ["test", *options, f"--ckpt_path={last}"])
         log_rank_zero(cli.model.notes)
-    return root, asked.datamodule.folds
+    return root, cli_of_fold.datamodule.folds
 
 
 def _tested(root: Path) -> bool:

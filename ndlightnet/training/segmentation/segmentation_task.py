@@ -101,14 +101,7 @@ class SegmentationTask(Task):
                 check_checkpoint(path, self, self.data())
         if stage == "predict":
             return
-        outputs = getattr(self.net, "out_channels", None)
-        if outputs not in (None, len(self.data().labels)):
-            raise DataError(
-                f"{self.data().root}: {len(self.data().labels)} labels, but the network has out_channels={outputs}"
-            )
-        inputs, channels = getattr(self.net, "in_channels", None), self.data().in_channels
-        if inputs not in (None, channels):
-            raise DataError(f"{self.data().root}: {channels} channels, but the network has in_channels={inputs}")
+        self.expect(in_channels=self.data().in_channels, out_channels=len(self.data().labels))
 
     def example_inputs(self) -> tuple[Tensor, ...]:
         data = self.data()
@@ -160,9 +153,9 @@ class SegmentationTask(Task):
         for step in steps:
             space = [-(-n // by) for n, by in zip(space, step, strict=True)]
             slabs = tuple(-(-n // step[axis]) for n in slabs)
-        whole = _shrunk(label, torch.Size(space))
-        own = whole.split(slabs, 2 + axis)[self.grid.rank]
-        return dice_ce_of_slabs(logits, own, self.grid)
+        full_label = _shrunk(label, torch.Size(space))
+        slab_label = full_label.split(slabs, 2 + axis)[self.grid.rank]
+        return dice_ce_of_slabs(logits, slab_label, self.grid)
 
     def grid_axis(self) -> int:
         patch, net = self.data().patch, self.net
@@ -183,8 +176,8 @@ class SegmentationTask(Task):
         self.val_dice: dict[str, list[float]] = {}
 
     def on_validation_epoch_end(self) -> None:
-        known = [dice for case in self.gathered(self.val_dice).values() for dice in case]
-        mean = sum(known) / max(1, len(known))
+        values = [dice for case in self.gathered(self.val_dice).values() for dice in case]
+        mean = sum(values) / max(1, len(values))
         self.log("val_dice", mean, prog_bar=True)
         if self.trainer.sanity_checking:
             return
@@ -219,8 +212,7 @@ class SegmentationTask(Task):
 
     def _finish(self, folder: Path, title: str, summary: str) -> None:
         self.rows = self.gathered(self.rows)
-        self.failures = list(self.gathered({line: line for line in self.failures}))
-        self.notes = list(self.gathered({line: line for line in self.notes}))
+        self.gather_lines()
         if self.trainer.is_global_zero and self.rows:
             names = self.data().labels
             write_cases(folder / "cases.csv", self.rows, names)
@@ -253,21 +245,21 @@ class SegmentationTask(Task):
             labels = keep_largest(labels)
         array = volume.from_ras(labels)
         ending = volume.grid.ending  # CASE.png is the picture of the case
-        where = folder if ending == ".nii.gz" else folder / "labels"
-        volume.save_labels(array, where / f"{case.name}{ending}")
+        label_folder = folder if ending == ".nii.gz" else folder / "labels"
+        volume.save_labels(array, label_folder / f"{case.name}{ending}")
         if self.dicom_seg and volume.grid.slices:
             volume.save_dicom_seg(array, folder / f"{case.name}.dcm", names)
-        shown = upright(volume.image[:1])
+        drawn = upright(volume.image[:1])
         truth = None if volume.label is None else upright(volume.label).as_tensor()[0]
         step = volume.grid.time_step
-        spacing = shown.pixdim.tolist()
+        spacing = drawn.pixdim.tolist()
         row = measure_case(labels, truth, len(names), spacing, self.tolerance_mm)
         mean = torch.tensor([measured["dice"] for measured in row]).nanmean()
         title = case.name if truth is None else f"{case.name}: Dice {mean:.3f}"
         save_case(
             folder / f"{case.name}.png",
             title,
-            shown.as_tensor()[0],
+            drawn.as_tensor()[0],
             truth,
             labels,
             spacing,

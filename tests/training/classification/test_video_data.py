@@ -280,11 +280,11 @@ def test_a_task_gives_networks_what_the_data_say(root, pixels):
 
 
 def test_a_network_of_other_channels_or_classes(root):
-    with pytest.raises(DataError, match="in_chans=3: clips have 6 channels with "):
+    with pytest.raises(DataError, match="expected a network with in_chans=6, got 3"):
         set_up(VideoTask(Means(3)), made(root, pixels="both"))
     net = Means(3)
     net.num_classes = 7
-    with pytest.raises(DataError, match=f"{root}: 2 classes, but the network has num_classes=7"):
+    with pytest.raises(DataError, match=f"{root}: expected a network with num_classes=2, got 7"):
         set_up(VideoTask(net), made(root))
 
 

@@ -24,7 +24,7 @@ from ndlightnet.training.core.costs import (
     training_costs,
 )
 from ndlightnet.training.core.task import Task
-from ndlightnet.training.peers import DynUNet, SegResNet
+from ndlightnet.training.peers import SegResNet
 
 SPACE = (9, 14, 11)
 
@@ -47,9 +47,7 @@ def test_softmax_attention_has_its_square():
 
 NETS = {
     "LightNet": lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1], deep_supervision=True),
-    "TNL": lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1], mixer=mixers.TNL),
     "WindowAttention": lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1], mixer=mixers.WindowAttention),
-    "DynUNet": lambda: DynUNet(3, 1, 2, strides=[2, [1, 2, 2]]),
     "SegResNet": lambda: SegResNet(3, 1, 2, init_filters=8),
 }
 

@@ -214,7 +214,7 @@ def test_predict(trained, folder, forecast, tmp_path, close):
     [
         ({"file": "gone.csv"}, {}, "{root}/gone.csv: no such file"),
         ({"columns": ["XX"]}, {}, "{root}/hours.csv: has no column XX"),
-        ({"columns": ["OT"]}, {}, "{root}/hours.csv: expected a network with in_chans=1"),
+        ({"columns": ["OT"]}, {}, "{root}: expected a network with in_chans=1, got 2"),
         ({"split": (500, 600, 800)}, {}, "{root}/hours.csv: 750 rows, expected 800"),
         ({"horizon": 101}, {}, "{root}/hours.csv: split=(500, 600, 720) has no room"),
         ({}, {"label_length": 49}, "input_length=48: shorter than"),
