@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import ndlightnet
 from ndlightnet import __main__ as command
-from ndlightnet import training
+from ndlightnet.training.core import cli
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,7 +38,7 @@ def test_a_task_that_is_none(capsys):
 @pytest.mark.parametrize("name", command.DOORS)
 def test_a_door_names_what_is_there(name):
     door = command.DOORS[name]
-    assert hasattr(training, door.task) and hasattr(training, door.data)
+    assert all(command._load(path) for path in (door.task, door.data, *door.commands.values()))
     assert (command.CONFIGS / f"{door.config}.yaml").is_file()
     script = ROOT / "tasks" / f"{name}.py"
     tree = ast.parse(script.read_text())
@@ -45,16 +46,20 @@ def test_a_door_names_what_is_there(name):
     assert len(script.read_text().splitlines()) < 40
 
 
-def test_a_command_beside_lightnings(monkeypatch, tmp_path, capsys):
+def test_a_command_beside_lightnings(monkeypatch, capsys):
     """It is found by name, and given the list of arguments, or options of its own."""
-    module = tmp_path / "others.py"
-    module.write_text(
-        "def listed(arguments):\n    print(arguments)\n    return 3\n"
-        "def options(root: str, size: int = 2):\n    print(root, size)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    both = {name: f"others:{name}" for name in ("listed", "options")}
-    monkeypatch.setitem(command.DOORS, "text_lm", command.DOORS["text_lm"]._replace(commands=both))
+
+    def listed(arguments):
+        print(arguments)
+        return 3
+
+    def options(root: str, size: int = 2):
+        print(root, size)
+
+    module = SimpleNamespace(listed=listed, options=options)
+    monkeypatch.setitem(sys.modules, "ndlightnet.training.others", module)
+    commands = {name: f"others:{name}" for name in ("listed", "options")}
+    monkeypatch.setitem(command.DOORS, "text_lm", command.DOORS["text_lm"]._replace(commands=commands))
     assert command.main(["text_lm", "listed", "a", "--b"]) == 3
     assert command.main(["text_lm", "options", "here", "--size=5"]) == 0
     assert capsys.readouterr().out == "['a', '--b']\nhere 5\n"
@@ -89,7 +94,7 @@ def raising(error: Exception):
 @pytest.mark.parametrize("name", ["ndlightnet.x", "somebody"])
 def test_what_no_extra_brings_is_no_missing_extra(name, monkeypatch):
     lost = ModuleNotFoundError(f"No module named '{name}'", name=name)
-    monkeypatch.setattr(training, "run", raising(lost))
+    monkeypatch.setattr(cli, "run", raising(lost))
     with pytest.raises(ModuleNotFoundError):
         command.door("text_lm", ["fit"])
 
@@ -115,7 +120,7 @@ class Closed(io.TextIOBase):
 @pytest.mark.parametrize("arguments", [[], ["--version"], ["text_lm", "fit"]])
 def test_a_closed_pipe_ends_it_without_a_word(arguments, monkeypatch, tmp_path, capsys):
     """Nothing is raised, and what the process still writes at its end goes nowhere."""
-    monkeypatch.setattr(training, "run", lambda *_: print("loss"))
+    monkeypatch.setattr(cli, "run", lambda *_: print("loss"))
     with (tmp_path / "out").open("w") as file:
         monkeypatch.setattr(sys, "stdout", Closed(file.fileno()))
         assert command.main(arguments) == 1
@@ -124,42 +129,22 @@ def test_a_closed_pipe_ends_it_without_a_word(arguments, monkeypatch, tmp_path, 
 
 
 def test_another_pipe_that_breaks_is_an_error(monkeypatch):
-    monkeypatch.setattr(training, "run", raising(BrokenPipeError(32, "of a worker")))
+    monkeypatch.setattr(cli, "run", raising(BrokenPipeError(32, "of a worker")))
     with pytest.raises(BrokenPipeError, match="of a worker"):
         command.door("text_lm", ["fit"])
 
 
-# a process in which no task is loaded, as that takes long
 BEGIN = """
-import os, sys, types
-tasks = types.ModuleType("ndlightnet.training")
-tasks.TextTask = tasks.TextData = None
-tasks.run = lambda *given: print(os.environ.get("GOMP_SPINCOUNT"), given[-1]) or 0
-sys.modules[tasks.__name__] = tasks
-from ndlightnet import __main__ as command
+import os, runpy, sys, types
+fake = types.ModuleType("ndlightnet.__main__")
+fake.door = lambda name: print(os.environ["GOMP_SPINCOUNT"], "torch" in sys.modules) or 0
+sys.modules["ndlightnet"], sys.modules[fake.__name__] = types.ModuleType("ndlightnet"), fake
+runpy.run_path("tasks/text_lm.py", run_name="__main__")
 """
 
 
-@pytest.mark.slow
-def test_a_task_begins_with_threads_that_sleep():
-    env = {key: value for key, value in os.environ.items() if key not in command.WAITING}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", f"{BEGIN}sys.exit(command.main())", "text_lm", "fit"],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (0, "1000 ['fit']\n"), done.stderr
-
-
-@pytest.mark.parametrize("name", command.WAITING)
-def test_a_user_says_how_threads_wait(monkeypatch, name):
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("begun anew"))
-    monkeypatch.setattr(training, "run", lambda *given: given[-1])
-    monkeypatch.setattr(sys, "argv", ["text_lm.py", "fit"])
-    for other in command.WAITING:
-        monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(name, "1")
-    assert command.door("text_lm") == ["fit"]
+@pytest.mark.parametrize("environment, expected", [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5")])
+def test_a_door_says_how_threads_wait_before_torch_is_loaded(environment, expected):
+    env = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"} | environment
+    done = subprocess.run([sys.executable, "-c", BEGIN], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{expected} False\n"), done.stderr

@@ -66,7 +66,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
     replica, as trainers count batches only once; their numbers of tokens differ by little.
 
     Lightning makes the iterator of a resumed training before it sets the epoch: use
-    `ndlightnet.training.core.loading.TimedLoader` as the DataLoader, which draws batches later.
+    `ndlightnet.training.core.data_module.TimedLoader` as the DataLoader, which draws batches later.
 
     Args:
         lengths: tokens of every sample; see `token_count`.

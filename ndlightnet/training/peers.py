@@ -35,11 +35,11 @@ class _Peer(nn.Module):
         if all(n + lack <= m for n, lack, m in zip(space, lacking, self.multiple, strict=True)):
             lacking[0] += self.multiple[0]  # MONAI's instance norm refuses a single cell
         x = nn.functional.pad(x, [n for lack in reversed(lacking) for n in (0, lack)])
-        cut: Any = (..., *(slice(n) for n in space))
+        inside: Any = (..., *(slice(n) for n in space))
         y: Tensor = self.net(x)
         if y.ndim == x.ndim:
-            return y[cut]
-        return [level[cut] for level in y.unbind(1)]  # MONAI resizes all to the first's size
+            return y[inside]
+        return [level[inside] for level in y.unbind(1)]  # MONAI resizes all to the first's size
 
 
 def _steps(strides: Sequence[int | Sequence[int]], dims: int) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from ndlightnet.data.packing import TokenBudgetSampler
 from ndlightnet.data.sampling import SeededSampler, SeededSamples, linspace_indices, mixed
-from ndlightnet.training.core.loading import TimedLoader, training_loader
+from ndlightnet.training.core.data_module import TimedLoader, training_loader
 
 
 class Drawing:

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import nibabel
 import numpy as np
 import pytest
+from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image
 
 from ndlightnet.training import (
@@ -87,8 +89,12 @@ class Done(NamedTuple):
     def errors(self) -> list[str]:
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
+    @property
+    def notes(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("note: ")]
 
-def _launch(task: type, data: type, config: str, folder: Path, *arguments: object) -> Done:
+
+def launch(task: type, data: type, config: str, folder: Path, *arguments: object) -> Done:
     """`run` with these arguments; `config` is put before those of the first, the subcommand."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config)
@@ -105,32 +111,39 @@ def _launch(task: type, data: type, config: str, folder: Path, *arguments: objec
     return Done(status, out.getvalue(), err.getvalue())
 
 
+def set_up(task: LightningModule, data: LightningDataModule, stage: str = "fit") -> None:
+    """What a command does before its first batch, without a trainer."""
+    task._trainer = SimpleNamespace(datamodule=data, world_size=1)
+    data.setup(stage)
+    task.setup(stage)
+
+
 @pytest.fixture(scope="session")
 def segment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
     """segment("fit", "--data.init_args.root=..."): the segmentation task on the tiny config."""
     folder = tmp_path_factory.mktemp("config")
-    return lambda *args: _launch(SegmentationTask, VolumeData, UNET, folder, *args)
+    return lambda *args: launch(SegmentationTask, VolumeData, UNET, folder, *args)
 
 
 @pytest.fixture(scope="session")
 def classify(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
     """classify("fit", "--data.init_args.root=..."): the video task on the tiny config."""
     folder = tmp_path_factory.mktemp("config")
-    return lambda *args: _launch(VideoTask, VideoData, NET, folder, *args)
+    return lambda *args: launch(VideoTask, VideoData, NET, folder, *args)
 
 
 @pytest.fixture(scope="session")
 def listen(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
     """listen("fit", "--data.init_args.root=..."): the signal task on the tiny config."""
     folder = tmp_path_factory.mktemp("config")
-    return lambda *args: _launch(SignalTask, SignalData, SIGNALS, folder, *args)
+    return lambda *args: launch(SignalTask, SignalData, SIGNALS, folder, *args)
 
 
 @pytest.fixture(scope="session")
 def recognise(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
     """recognise("fit", "--data.init_args.root=..."): the image task on the tiny config."""
     folder = tmp_path_factory.mktemp("config")
-    return lambda *args: _launch(ImageTask, ImageFolders, IMAGES, folder, *args)
+    return lambda *args: launch(ImageTask, ImageFolders, IMAGES, folder, *args)
 
 
 def _stripes(folder: Path, train: int = 40, test: int = 10, side: int = 12) -> Path:
@@ -156,7 +169,7 @@ def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
     """pretrain("fit", "--data.init_args.root=..."): pre-training on the tiny config of images."""
     folder = tmp_path_factory.mktemp("config")
     config = IMAGES.replace("num_classes: 3", "num_classes: 0")
-    return lambda *args: _launch(PretrainTask, LabelledData, config, folder, *args)
+    return lambda *args: launch(PretrainTask, LabelledData, config, folder, *args)
 
 
 @pytest.fixture(scope="session")

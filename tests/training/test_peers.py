@@ -12,7 +12,7 @@ each_peer = pytest.mark.parametrize("peer", SMALL)
 
 @pytest.mark.slow
 @each_peer
-@pytest.mark.parametrize("space", [(9, 14), (32, 5), (33, 1), (1, 1), (9, 7, 11)])
+@pytest.mark.parametrize("space", [(33, 5), (1, 1), (9, 7, 11)])
 def test_any_size_keeps_its_size(peer, space):
     net = peer(len(space), 2, 3, **SMALL[peer]).eval()
     assert (net.in_channels, net.out_channels) == (2, 3)
@@ -64,7 +64,7 @@ def test_a_few_steps_lower_the_loss(peer):
     target = (x[:, 0] > 0).long()
     optimiser = torch.optim.AdamW(net.parameters(), lr=3e-3)
     losses = []
-    for _ in range(10):
+    for _ in range(5):
         outputs = net(x)
         outputs = outputs if isinstance(outputs, list) else [outputs]
         loss = sum(nn.functional.cross_entropy(y, target) for y in outputs)
@@ -72,7 +72,7 @@ def test_a_few_steps_lower_the_loss(peer):
         loss.backward()
         optimiser.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
     assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
 
 
@@ -87,7 +87,16 @@ def test_torchvisions_video_networks():
     torch.testing.assert_close(rgb(x[:, :3]), rgb.net(x[:, :3]))
 
 
-def test_weights_of_a_file(tmp_path):
+class Small(nn.Module):
+    """With the names of torchvision's networks."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem, self.fc = nn.Conv3d(3, 4, 3), nn.Linear(4, num_classes)
+
+
+def test_weights_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchvision.models.get_model", lambda name, num_classes: Small(num_classes))
     source = TorchvisionVideo("r3d_18", 400)
     torch.save(source.net.state_dict(), tmp_path / "kinetics.pth")
     net = TorchvisionVideo("r3d_18", 3, weights=str(tmp_path / "kinetics.pth"))
@@ -98,8 +107,6 @@ def test_weights_of_a_file(tmp_path):
             assert torch.equal(value, source.net.state_dict()[name])
 
 
-@pytest.mark.slow
 def test_mvit_takes_clips_of_any_side():
-    net = TorchvisionVideo("mvit_v2_s", 3).eval()
-    with torch.no_grad():
-        assert net(torch.randn(1, 3, 16, 32, 32)).shape == (1, 3)
+    with torch.device("meta"):
+        assert TorchvisionVideo("mvit_v2_s", 3)(torch.randn(1, 3, 16, 32, 32)).shape == (1, 3)

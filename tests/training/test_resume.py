@@ -8,17 +8,18 @@ import sys
 from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import nibabel
 import numpy as np
 import pytest
 import torch
 import yaml
+from torch.utils._pytree import tree_leaves
 
 from ndlightnet.data.made.digits import make_moving_digits
 from ndlightnet.data.series.hourly_series import Series, write_series
 from ndlightnet.training import (
-    ForecastTask,
     GenerationTask,
     ImageData,
     ImageFolders,
@@ -26,14 +27,13 @@ from ndlightnet.training import (
     SegmentationTask,
     SeriesData,
     SignalData,
-    SignalTask,
     TextData,
-    TextTask,
     VideoData,
     VideoTask,
     VolumeData,
     run,
 )
+from ndlightnet.training.core.data_module import DataModule
 
 NET = {"embed_dim": 8, "depth": 2, "drop_rate": 0.2, "drop_path_rate": 0.5}
 # of each kind of data: the task, its data's class, both classes' arguments
@@ -68,22 +68,6 @@ KINDS = {
         {**NET, "dims": 3, "num_classes": 6, "patch_size": [2, 8, 8]},
         "ndlightnet.training.VideoData",
         {"frames": 2, "size": 16, "batch_size": 5, "clips": 1, "hflip": True, "repeats": 2, "validation": 0.34},
-    ),
-    "text": (
-        TextTask,
-        TextData,
-        "ndlightnet.NDLightNet",
-        {**NET, "dims": 1, "vocab_size": 256, "causal": True},
-        "ndlightnet.training.TextData",
-        {"length": 16, "windows": 20, "batch_size": 4, "lengths": [16], "test_bytes": 32},
-    ),
-    "image": (
-        ImageTask,
-        ImageData,
-        "ndlightnet.NDLightNet",
-        {**NET, "dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 2},
-        "ndlightnet.training.ImageData",
-        {"batch_size": 4, "shift": 1, "flips": [0, 1], "train_limit": 20},
     ),
     "images": (
         ImageTask,
@@ -124,22 +108,6 @@ KINDS = {
             "augment": {"flip_axes": [0, 2], "shift": 1, "turn": 0.5},
         },
     ),
-    "signal": (
-        SignalTask,
-        SignalData,
-        "ndlightnet.NDLightNet",
-        {**NET, "dims": 1, "in_chans": 32, "num_classes": 3, "patch_size": 2},
-        "ndlightnet.training.SignalData",
-        {"spectrum": [64, 32], "batch_size": 2},
-    ),
-    "forecast": (
-        ForecastTask,
-        SeriesData,
-        "ndlightnet.models.forecaster.Forecaster",
-        {"in_chans": 2, "label_length": 24, "embed_dim": 8, "depth": 1, "drop_rate": 0.2},
-        "ndlightnet.training.SeriesData",
-        {"file": "hours.csv", "input_length": 24, "horizon": 6, "split": [49, 90, 120], "batch_size": 4},
-    ),
 }
 # so that torch, Lightning and MONAI are imported once, and no process is forked that has threads
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -149,7 +117,7 @@ PROCESSES.set_forkserver_preload(
 
 
 def has_workers(kind: str) -> bool:
-    return kind not in ("image", "generation", "volume")  # their batches are made where they are used
+    return kind not in ("generation", "volume")  # their batches are made where they are used
 
 
 def config(kind: str, root: Path, out: Path, workers: int, accelerator: str = "cpu") -> Path:
@@ -240,18 +208,12 @@ def write(kind: str, root: Path) -> None:
     rng = np.random.default_rng(0)
     if kind == "video":
         make_moving_digits(root, 18, 6, frames=6, size=24, progress=False)
-    elif kind == "text":
-        root.write_bytes(rng.integers(0, 256, 1000, np.uint8).tobytes())
-    elif kind in ("image", "generation"):
+    elif kind == "generation":
         arrays = {}
         for part, count in (("train", 30), ("test", 6)):
             arrays[f"{part}_images"] = rng.integers(0, 256, (count, 8, 8), np.uint8)
             arrays[f"{part}_labels"] = rng.integers(0, 3, (count, 1))
         np.savez(root, **arrays)
-    elif kind == "forecast":
-        root.mkdir()
-        values = torch.from_numpy(rng.normal(size=(130, 2)))
-        write_series(root / "hours.csv", Series(("A", "OT"), datetime(2020, 1, 1), values))
     else:
         for part, count in (("train", 13), ("test", 1)):
             for name, deviation in (("dark", 1.0), ("bright", 2.0)):
@@ -263,19 +225,18 @@ def write(kind: str, root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(write_decathlon, write_recordings, write_stripes, tmp_path_factory):
+def runs(write_decathlon, write_stripes, tmp_path_factory):
     """runs(kind) -> (the data, the folder of a whole training, that of one that was killed, and a
     copy of it: the best checkpoint is known where it was)."""
     writers = {
         "segmentation": lambda root: write_decathlon(root, cases=6),
-        "signal": write_recordings,
         "images": lambda root: write_stripes(root, 8, 1),
     }
 
     @cache
     def make(kind: str) -> tuple[Path, Path, Path, Path]:
         folder = tmp_path_factory.mktemp(kind)
-        root = folder / ("data.npz" if kind in ("image", "generation") else "data")
+        root = folder / ("data.npz" if kind == "generation" else "data")
         writers.get(kind, partial(write, kind))(root)
         whole, killed = folder / "whole", folder / "killed"
         assert train(kind, config(kind, root, whole, 0)) == 0
@@ -293,8 +254,8 @@ def losses(out: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, workers", [("segmentation", 0), *((kind, 2 * has_workers(kind)) for kind in KINDS)])
-def test_killed_in_mid_epoch_and_resumed(runs, kind, workers):
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_in_mid_epoch_and_resumed(runs, kind):
     """In the third epoch, which a resumed training begins with."""
     root, whole, out, copy = runs(kind)
     shutil.rmtree(out)
@@ -305,7 +266,7 @@ def test_killed_in_mid_epoch_and_resumed(runs, kind, workers):
     assert len({loss for _, loss in wanted}) == len(wanted)  # no two steps are alike by themselves
     assert checkpoint(out, "last")["global_step"] == done
     resume = f"--ckpt_path={out}/checkpoints/last.ckpt"
-    assert train(kind, config(kind, root, out, workers), -1, resume) == 0
+    assert train(kind, config(kind, root, out, 2), -1, resume) == 0
     assert losses(out) == wanted[: done + 2] + wanted[done:]
     for name in ("last", "best"):
         ours, theirs = checkpoint(out, name), checkpoint(whole, name)
@@ -313,6 +274,46 @@ def test_killed_in_mid_epoch_and_resumed(runs, kind, workers):
         same(ours, theirs, name)
     average, now = ours["state_dict"], ours["current_model_state"]
     assert any(not torch.equal(average[key], now[key]) for key in average)  # or it said nothing
+
+
+def small_data(kind: str, folder: Path, workers: int, write_recordings, write_stripes) -> DataModule:
+    if kind == "text":
+        (folder / "text").write_bytes(np.random.default_rng(0).integers(0, 256, 1000, np.uint8).tobytes())
+        root = str(folder / "text")
+        return TextData(root, length=16, windows=20, batch_size=4, lengths=(16,), test_bytes=32, workers=workers)
+    if kind == "forecast":
+        values = torch.from_numpy(np.random.default_rng(0).normal(size=(130, 2)))
+        write_series(folder / "hours.csv", Series(("A", "OT"), datetime(2020, 1, 1), values))
+        sizes = {"input_length": 24, "horizon": 6, "split": (49, 90, 120), "batch_size": 4}
+        return SeriesData(str(folder), "hours.csv", workers=workers, **sizes)
+    if not (folder / "data").exists():
+        {"signal": write_recordings, "images": lambda root: write_stripes(root, 8, 1)}[kind](folder / "data")
+    if kind == "signal":
+        data = SignalData(str(folder / "data"), (64, 32), "padded", batch_size=2, workers=workers)
+        data.trainer = SimpleNamespace(lightning_module=SimpleNamespace(net=None))
+        return data
+    return ImageFolders(str(folder / "data"), 6, batch_size=4, hflip=0.5, mixup=0.5, cutmix=0.5, workers=workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "forecast", "signal", "images"])
+def test_batches_follow_from_the_seed_and_the_epoch(kind, tmp_path, write_recordings, write_stripes):
+    """With any number of workers, whatever was drawn before."""
+
+    def batches(workers: int, epoch: int) -> list:
+        data = small_data(kind, tmp_path, workers, write_recordings, write_stripes)
+        torch.manual_seed(5)
+        data.setup("fit")
+        loader = data.train_dataloader()
+        loader.sampler.set_epoch(epoch)
+        torch.manual_seed(workers)
+        return [data.on_after_batch_transfer(batch, 0) for batch in loader]
+
+    first, again = batches(0, 1), batches(2, 1)
+    assert len(first) > 1
+    same(first, again)
+    leaves = [[x for x in tree_leaves(each[0]) if isinstance(x, torch.Tensor)] for each in (first, batches(0, 2))]
+    assert any(not torch.equal(a, b) for a, b in zip(*leaves, strict=True) if a.shape == b.shape)
 
 
 @pytest.mark.slow

@@ -6,19 +6,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folders import class_names, find_root
+from ndlightnet.data.folders import class_names
 from ndlightnet.data.image import image_transforms
 from ndlightnet.data.image.image_folder import FolderImages, ImageFiles, collate_of, find_images, list_images, note_dark
 from ndlightnet.data.image.image_transforms import MEAN, STD, Interpolation, RandAugment, mixing, seeded
 from ndlightnet.data.made.digits import make_coloured_digits
-from ndlightnet.data.sampling import SeededSamples
-from ndlightnet.training.classification.data import LabelledData, held_out, limited
-from ndlightnet.training.core.loading import still_loader, training_loader
-from ndlightnet.training.core.report import say, tell
-from ndlightnet.training.core.task import check
+from ndlightnet.training.core.data_module import LabelledData, held_out, limited
+from ndlightnet.training.core.options import check
+from ndlightnet.training.report.results import log_rank_zero
 
 
 class ImageFolders(LabelledData):
@@ -54,10 +51,11 @@ class ImageFolders(LabelledData):
             is no folder `val`; 0: none. `test` is not used for this.
         train_limit: train on so many of the images that are left for it, evenly spaced; default:
             all.
-        on_error: what a file that cannot be read does. skip: in training the next good file
-            replaces it, elsewhere it is left out; a line names it. raise: it ends the run.
         workers: processes that decode images.
         input: for predict: a file, or a folder of files at any depth.
+
+    A file that cannot be read is named by a line: in training the next good file replaces it,
+    elsewhere it is left out.
 
     After `setup`: classes, space (height, width), channels.
     """
@@ -83,18 +81,15 @@ class ImageFolders(LabelledData):
         std: list[float] | None = None,
         validation: float = 0.1,
         train_limit: int | None = None,
-        on_error: Literal["skip", "raise"] = "skip",
         workers: int = 2,
         input: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(root, batch_size, workers, input)
         space = [size, size] if isinstance(size, int) else list(size)
         check("data.size", size, len(space) == 2 and min(space) > 0, "one or two numbers above 0")
         self.space: tuple[int, ...] = tuple(space)
         check("data.channels", channels, channels in (1, 3), "3 (RGB) or 1 (grey)")
-        self.root, self.channels, self.batch_size = find_root(root), channels, batch_size
-        check("data.batch_size", batch_size, batch_size > 0, "1 or more images")
-        check("data.workers", workers, workers >= 0, "0 or more processes")
+        self.channels = channels
         for name, value in (("hflip", hflip), ("random_erasing", random_erasing), ("validation", validation)):
             check(f"data.{name}", value, 0 <= value <= 1, "a fraction from 0 to 1")
         for name, value in (("mixup", mixup), ("cutmix", cutmix), ("color_jitter", color_jitter)):
@@ -116,8 +111,8 @@ class ImageFolders(LabelledData):
         self.mixup, self.cutmix, self.validation = mixup, cutmix, validation
         self.padding, self.hflip, self.random_erasing = padding, hflip, random_erasing
         self.train_limit = train_limit
-        self.on_error, self.workers, self.input = on_error, workers, input
         height, width = self.space
+        self.collate = collate_of(self.space, channels)
         self.evaluate = image_transforms.evaluation((height, width), crop_pct, interpolation)
         self.augment = image_transforms.training(
             (height, width),
@@ -131,10 +126,9 @@ class ImageFolders(LabelledData):
             random_erasing=random_erasing,
             fill=[round(255 * value) for value in self.mean],
         )
-        self.told: set[str] = set()
 
     def setup(self, stage: str) -> None:
-        self.seed = torch.initial_seed()
+        super().setup(stage)
         if stage == "predict":
             return  # the classes' names come with the checkpoint
         notes: list[str] = []
@@ -146,7 +140,7 @@ class ImageFolders(LabelledData):
         self.classes = class_names(train if train.is_dir() or stage != "test" else test)
         if stage == "test":
             self.test_set = self._images(list_images(test, self.classes, notes))
-            say(notes)
+            log_rank_zero(notes)
             return
         files = list_images(train, self.classes, notes)
         if (self.root / "val").is_dir():
@@ -155,7 +149,7 @@ class ImageFolders(LabelledData):
             files, held = _split(files, self.validation)
         few = files.pick(limited(self, files.labels.tolist()))
         note_dark(few, notes)
-        say(notes)
+        log_rank_zero(notes)
         self.val_set = self._images(held)
         self.train_set = FolderImages(few, self.channels, self.augment, train=True)
         self.mixing = mixing(self.mixup, self.cutmix, len(self.classes))
@@ -163,34 +157,15 @@ class ImageFolders(LabelledData):
     def _images(self, files: ImageFiles) -> FolderImages:
         return FolderImages(files, self.channels, self.evaluate)
 
-    def train_dataloader(self) -> Any:
-        images, count = SeededSamples(self.train_set, self.seed), len(self.train_set)
-        collate = collate_of(self.space, self.channels)
-        return training_loader(images, count, self.batch_size, self.workers, collate)
-
     def plain_train_dataloader(self) -> Any:
-        return self._loader(self._images(self.train_set.files))
-
-    def _loader(self, images: FolderImages) -> DataLoader[Any]:
-        collate = collate_of(self.space, self.channels)
-        return still_loader(images, self.batch_size, self.workers, collate)
-
-    def val_dataloader(self) -> Any:
-        return self._loader(self.val_set) if len(self.val_set) else []
-
-    def test_dataloader(self) -> Any:
-        return self._loader(self.test_set)
+        return self.still_loader(self._images(self.train_set.files))
 
     def predict_dataloader(self) -> Any:
-        if self.input is None:
-            raise DataError("data.input: expected an image or a folder to predict, got none")
         notes: list[str] = []
-        files = find_images(self.input, notes)
-        say(notes)
-        if not self.classes:
-            raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
+        files = find_images(self.check_input("an image or a folder to predict", bool(self.classes)), notes)
+        log_rank_zero(notes)
         self.test_set = self._images(files)
-        return self._loader(self.test_set)
+        return self.still_loader(self.test_set)
 
     def sample_name(self, number: int) -> str:
         return str(self.test_set.files.path(number))
@@ -204,7 +179,7 @@ class ImageFolders(LabelledData):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return (images float32, labels, numbers): normalised, and in training mixed, when labels
-        are (batch, classes) floats. Files that could not be read are told, or raised."""
+        are (batch, classes) floats. Files that could not be read are named."""
         images, labels, numbers, draw, problems = batch
         self._report(problems)
         if draw is not None and not len(images):
@@ -227,26 +202,23 @@ class ImageFolders(LabelledData):
         return torch.tensor(values, device=images.device).view(-1, *[1] * len(self.space))
 
     def _report(self, problems: list[str]) -> None:
-        if problems and self.on_error == "raise":
-            raise DataError(problems[0])
         trainer = self.trainer
         if trainer is not None and (trainer.testing or trainer.predicting):
             task: Any = trainer.lightning_module
             task.failures += problems
-            return
-        tell([f"{line}; left out" for line in problems if line not in self.told])
-        self.told |= {*problems}
+        else:
+            self.report_skipped(problems, "left out")
 
 
 def _split(files: ImageFiles, fraction: float) -> tuple[ImageFiles, ImageFiles]:
     """Return the files without and with an evenly spaced `fraction` of each class."""
     held: list[int] = []
     for label in range(int(files.labels.max()) + 1):
-        own = (files.labels == label).nonzero()[0]
-        chosen = held_out(fraction, len(own))
-        if len(chosen) == len(own):
+        members = (files.labels == label).nonzero()[0]
+        chosen = held_out(fraction, len(members))
+        if len(chosen) == len(members):
             raise DataError(f"{files.root}: validation={fraction} leaves no image of a class to train with")
-        held += own[sorted(chosen)].tolist()
+        held += members[sorted(chosen)].tolist()
     rest = sorted({*range(len(files))} - {*held})
     return files.pick(rest), files.pick(held)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ndlightnet.data.errors import DataError, cell
 from ndlightnet.data.video.video_stream import VideoStream
 from ndlightnet.data.video.video_transforms import eval_frames
-from ndlightnet.training.core.report import tell
+from ndlightnet.training.report.results import log
 
 
 class StreamTrainer(L.Trainer):
@@ -51,16 +51,16 @@ class StreamTrainer(L.Trainer):
         count, start, damage = 0, time.monotonic(), ""
         try:
             video = VideoStream(datamodule.input, fps)
-            tell(video.notes)
+            log(video.notes)
             with self._status() as show, lines(output) as file:
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(["seconds", "frame", "class", "probability", *map(cell, names)])
                 for frames, logits in self._predictions(net, video, datamodule):
-                    odds = torch.softmax(logits[0].float(), 0).tolist()
-                    best = max(range(len(odds)), key=odds.__getitem__)
-                    shown = [f"{p:.6f}" for p in (odds[best], *odds)]
+                    probs = torch.softmax(logits[0].float(), 0).tolist()
+                    best = max(range(len(probs)), key=probs.__getitem__)
+                    cells = [f"{p:.6f}" for p in (probs[best], *probs)]
                     for number, seconds in frames:
-                        writer.writerow([f"{seconds:.3f}", number, cell(names[best]), *shown])
+                        writer.writerow([f"{seconds:.3f}", number, cell(names[best]), *cells])
                     file.flush()  # a camera's stream may never end
                     count += len(frames)
                     show(len(frames))

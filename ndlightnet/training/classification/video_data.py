@@ -10,14 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchvision.tv_tensors import Video
 
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.fold_assignment import assign_folds, first_of_each, read_groups
-from ndlightnet.data.folders import find_root
-from ndlightnet.data.image.image_transforms import RandAugment, mixing, seeded
+from ndlightnet.data.image.image_transforms import RandAugment
 from ndlightnet.data.made.digits import make_moving_digits
-from ndlightnet.data.sampling import SeededSamples, mixed, replica
 from ndlightnet.data.video.clips import ClipDataset, open_for_clips
 from ndlightnet.data.video.video_decoders import TorchCodec, decoders
 from ndlightnet.data.video.video_files import Sample, check_videos, find_videos, read_video_folder
@@ -32,10 +29,9 @@ from ndlightnet.data.video.video_transforms import (
     train_clip,
     training,
 )
-from ndlightnet.training.classification.data import LabelledData, limited
-from ndlightnet.training.core.loading import still_loader, training_loader
-from ndlightnet.training.core.report import say, tell
-from ndlightnet.training.core.task import check
+from ndlightnet.training.core.data_module import LabelledData, limited
+from ndlightnet.training.core.options import check
+from ndlightnet.training.report.results import log, log_rank_zero
 
 Pixels = Literal["rgb", "differences", "both"]
 
@@ -59,16 +55,12 @@ class VideoData(LabelledData):
         batch_size: clips per batch.
         repeats: random clips per video in an epoch.
         clips: clips per video in validation, test and predict, staggered in time.
-        crops: 1, or 3 for each of these: the middle and both ends of the long side.
         scale: least and largest area of the random crop of a training clip (fractions).
         hflip: mirror training clips at random: mirrored videos have the same class.
         rotation: largest random rotation of training clips (degrees).
         randaugment: {num_ops, magnitude, num_magnitude_bins} of torchvision's RandAugment.
         color_jitter: largest change of brightness, contrast and saturation (a fraction).
         grayscale: probability that a training clip loses its colours.
-        random_erasing: probability that a rectangle of a training clip becomes grey.
-        mixup: alpha of torchvision's MixUp of a training batch; 0: none.
-        cutmix: alpha of its CutMix; 0: none. With both, each batch gets one of them at random.
         augment: training clips are random parts of the videos, changed as the arguments above say;
             False: the whole videos, for a network that generates them.
         balanced: videos of rare classes are visited more often, so that all classes come up alike.
@@ -101,16 +93,12 @@ class VideoData(LabelledData):
         batch_size: int = 8,
         repeats: int = 1,
         clips: int = 3,
-        crops: Literal[1, 3] = 1,
         scale: tuple[float, float] = (0.5, 1.0),
         hflip: bool = False,
         rotation: float = 0.0,
         randaugment: RandAugment | None = None,
         color_jitter: float = 0.2,
         grayscale: float = 0.0,
-        random_erasing: float = 0.0,
-        mixup: float = 0.0,
-        cutmix: float = 0.0,
         augment: bool = True,
         balanced: bool = False,
         validation: float = 0.1,
@@ -124,28 +112,13 @@ class VideoData(LabelledData):
         nvdec: bool = False,
         input: str | None = None,
     ) -> None:
-        super().__init__()
-        for name, number in (
-            ("frames", frames),
-            ("size", size),
-            ("batch_size", batch_size),
-            ("repeats", repeats),
-            ("clips", clips),
-        ):
+        super().__init__(root, batch_size, workers, input)
+        for name, number in (("frames", frames), ("size", size), ("repeats", repeats), ("clips", clips)):
             check(f"data.{name}", number, number > 0, "1 or more")
         check("data.pixels", pixels, pixels == "rgb" or frames > 1, "rgb with data.frames=1")
-        check("data.crops", crops, crops in (1, 3), "1 or 3")
-        check("data.crops", crops, crops == 1 or crop_mode == "center", "1 with crop_mode=squash")
-        for name, value in (("grayscale", grayscale), ("random_erasing", random_erasing), ("validation", validation)):
+        for name, value in (("grayscale", grayscale), ("validation", validation)):
             check(f"data.{name}", value, 0 <= value <= 1, "a fraction from 0 to 1")
-        for name, value in (
-            ("mixup", mixup),
-            ("cutmix", cutmix),
-            ("color_jitter", color_jitter),
-            ("rotation", rotation),
-            ("cache_gb", cache_gb),
-            ("workers", workers),
-        ):
+        for name, value in (("color_jitter", color_jitter), ("rotation", rotation), ("cache_gb", cache_gb)):
             check(f"data.{name}", value, value >= 0, "0 or more")
         good = 0 < scale[0] <= scale[1] <= 1
         check("data.scale", scale, good, "two fractions above 0, the smaller one first")
@@ -153,16 +126,14 @@ class VideoData(LabelledData):
         check("data.fold", fold, fold is None or 0 <= fold < folds, f"0 to {folds - 1}")
         good = test_on == "test" or fold is not None
         check("data.test_on", test_on, good, "test without data.fold")
-        self.root, self.frames, self.size, self.pixels = find_root(root), frames, size, pixels
-        self.framing, self.batch_size, self.repeats = Framing(size, crop_mode), batch_size, repeats
-        self.clips, self.crops, self.hflip, self.augment = clips, crops, hflip, augment
-        self.mixup, self.cutmix, self.balanced = mixup, cutmix, balanced
+        self.frames, self.size, self.pixels = frames, size, pixels
+        self.framing, self.repeats = Framing(size, crop_mode), repeats
+        self.clips, self.hflip, self.augment, self.balanced = clips, hflip, augment, balanced
         self.space = (frames, size, size)
         self.validation, self.groups, self.folds = validation, groups, folds
         self.train_limit = train_limit
         self.fold, self.test_on = fold, test_on
-        self.cache, self.workers, self.input = round(cache_gb * 1e9), workers, input
-        self.nvdec = nvdec
+        self.cache, self.nvdec, self.spawned = round(cache_gb * 1e9), nvdec, nvdec
         self.transform = training(
             size,
             scale=scale,
@@ -171,9 +142,8 @@ class VideoData(LabelledData):
             randaugment=randaugment,
             color_jitter=color_jitter,
             grayscale=grayscale,
-            random_erasing=random_erasing,
+            random_erasing=0,
         )
-        self.told: set[str] = set()
 
     @property
     def channels(self) -> int:
@@ -195,12 +165,12 @@ class VideoData(LabelledData):
     def from_pixels(self, pixels: Tensor) -> Tensor:
         return normalized(pixels)
 
-    def network_input(self, clips: Tensor, given: Tensor | None = None) -> Tensor:
+    def network_input(self, clips: Tensor, before: Tensor | None = None) -> Tensor:
         """Return what a network gets of normalised clips (..., 3, frames, height, width), as
-        `pixels` says. given: the frame before the first one, if it is known."""
+        `pixels` says. before: the frame before the first one, if it is known."""
         if self.pixels == "rgb":
             return clips
-        changes = frame_differences(clips, given)
+        changes = frame_differences(clips, before)
         return changes if self.pixels == "differences" else torch.cat([clips, changes], -4)
 
     def setup(self, stage: str) -> None:
@@ -208,19 +178,18 @@ class VideoData(LabelledData):
             return  # the classes' names come with the checkpoint
         notes: list[str] = []
         folder = read_video_folder(self.root, notes)
-        say(notes)
+        log_rank_zero(notes)
         self.classes = folder.classes
         if stage in ("fit", "validate"):
             train, held = self._split(folder.train)
-            say(check_videos(folder.train))
+            log_rank_zero(check_videos(folder.train))
             self.val_set = self._evaluated(held)
             if stage == "fit":
-                self.seed = torch.initial_seed()
+                super().setup(stage)
                 self.train_set = self._training(evenly(train) if self.balanced else train)
-                self.mixing = mixing(self.mixup, self.cutmix, len(self.classes))
         else:
             tested = folder.test if self.test_on == "test" else self._split(folder.train)[1]
-            say(check_videos(tested))
+            log_rank_zero(check_videos(tested))
             self.test_set = self._evaluated(tested)
 
     def _split(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
@@ -230,18 +199,18 @@ class VideoData(LabelledData):
         if self.groups is not None and (self.fold is not None or self.validation):
             groups = read_groups(self.root, self.groups, [sample.path for sample in samples])
         if self.fold is not None:
-            of = assign_folds(labels, self.folds, groups)
-            out = [part == self.fold for part in of]
+            out = [fold == self.fold for fold in assign_folds(labels, self.folds, groups)]
         else:
             out = first_of_each(labels, self.validation, groups)
-        train, held = ([s for s, own in zip(samples, out, strict=True) if own is part] for part in (False, True))
-        left = [sample.label for sample in train]
-        if {*left} != {*labels}:
+        train = [sample for sample, is_out in zip(samples, out, strict=True) if not is_out]
+        held = [sample for sample, is_out in zip(samples, out, strict=True) if is_out]
+        fitted = [sample.label for sample in train]
+        if {*fitted} != {*labels}:
             raise DataError(
                 f"{self.root}: {len(held)} of {len(samples)} videos are held back, no video of a "
                 "class is left to train with"
             )
-        return [train[number] for number in limited(self, left)], held
+        return [train[number] for number in limited(self, fitted)], held
 
     def _training(self, samples: Sequence[Sample]) -> ClipDataset:
         draw: Any = partial(train_clip, frames=self.frames, transform=self.transform)
@@ -250,65 +219,31 @@ class VideoData(LabelledData):
         return ClipDataset(samples, self.frames, self.framing, draw=draw, cache=self.cache, device=self.decoding)
 
     def _evaluated(self, samples: Sequence[Sample]) -> ClipDataset:
-        return ClipDataset(
-            samples,
-            self.frames,
-            self.framing,
-            clips=self.clips,
-            crops=self.crops,
-            cache=self.cache,
-            device=self.decoding,
-        )
+        return ClipDataset(samples, self.frames, self.framing, clips=self.clips, cache=self.cache, device=self.decoding)
 
     def sample_name(self, number: int) -> str:
         return str(self.test_set.samples[number].path)
 
-    def train_dataloader(self) -> Any:
-        clips, count = SeededSamples(self.train_set, self.seed), self.repeats * len(self.train_set)
-        return training_loader(clips, count, self.batch_size, self.workers, spawned=self.nvdec)
-
-    def val_dataloader(self) -> Any:
-        return self._still(self.val_set) if len(self.val_set) else []
-
-    def test_dataloader(self) -> Any:
-        return self._still(self.test_set)
-
-    def _still(self, clips: ClipDataset) -> Any:
-        return still_loader(clips, self.batch_size, self.workers, spawned=self.nvdec)
-
     def predict_dataloader(self) -> Any:
-        if self.input is None:
-            raise DataError("data.input: expected a video or a folder to predict, got none")
         notes: list[str] = []
-        paths = find_videos(self.input, notes)
-        say(notes)
-        if not self.classes:
-            raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
+        paths = find_videos(self.check_input("a video or a folder to predict", bool(self.classes)), notes)
+        log_rank_zero(notes)
         return DataLoader(OpenedVideos(paths, self), batch_size=None)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return (clips, labels, numbers). Training clips are mixed, when labels are (batch,
-        classes) floats; videos that could not be read are told."""
+        """Return (clips, labels, numbers); videos that could not be read are named."""
         if isinstance(batch, dict):
             return batch
-        clips, labels, numbers, problems = batch
-        new = {problem for problem in problems if problem} - self.told
-        tell([f"{line}; the next video replaces it" for line in sorted(new)])
-        self.told |= new
-        trainer = self.trainer
-        if trainer is not None and trainer.training and self.mixing is not None:
-            number = trainer.fit_loop.epoch_loop.total_batch_idx + 1  # of batches before this one
-            draw = mixed(self.seed, 2, number, replica()[0])
-            clips, labels = seeded(self.mixing, draw, Video(clips), labels)
-            clips = clips.as_subclass(Tensor)
-        return clips, labels, numbers
+        *samples, problems = batch
+        self.report_skipped(problems, "the next video replaces it")
+        return tuple(samples)
 
 
 def evenly(samples: Sequence[Sample]) -> list[Sample]:
     """Return samples with those of rare classes repeated, until all classes have as many."""
-    own = [[s for s in samples if s.label == label] for label in sorted({s.label for s in samples})]
-    most = max(map(len, own))
-    return [some[number % len(some)] for some in own for number in range(most)]
+    classes = [[s for s in samples if s.label == label] for label in sorted({s.label for s in samples})]
+    most = max(map(len, classes))
+    return [members[number % len(members)] for members in classes for number in range(most)]
 
 
 class MovingDigits(VideoData):
@@ -343,11 +278,11 @@ class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
         try:
             with fitting(path):
                 video = open_for_clips(path, data.frames, data.framing, self.device)
-                tell(video.notes)
+                log(video.notes)
                 return {
                     "path": str(path),
                     "number": index + 1,
-                    "clips": eval_clips(video, data.frames, data.framing, data.clips, data.crops),
+                    "clips": eval_clips(video, data.frames, data.framing, data.clips),
                 }
         except DataError as error:
             return {"path": str(path), "error": str(error)}

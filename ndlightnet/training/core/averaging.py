@@ -37,8 +37,8 @@ class AveragedWeights(WeightAveraging):
         """Return the decay of a step, counted from 0."""
         return min(self.decay, 1 - (1 + step) ** (-2 / 3)) if self.warmup else self.decay
 
-    def _average(self, *given: Any) -> None:
-        get_ema_multi_avg_fn(self.decay_of(self.step))(*given)
+    def _average(self, *tensors: Any) -> None:
+        get_ema_multi_avg_fn(self.decay_of(self.step))(*tensors)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == TrainerFn.FITTING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -43,30 +42,17 @@ def check_checkpoint(path: str, model: L.LightningModule, data: Any, entries: Se
     weights, names = saved["state_dict"], saved["names"]
     if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
         raise DataError(f"{path}: state_dict holds no weights, expected {expected}")
-    known = names if isinstance(names, dict) else {}
-    if lost := [key for key in data.names() if not isinstance(known.get(key), list)]:
+    saved_names = names if isinstance(names, dict) else {}
+    if lost := [key for key in data.names() if not isinstance(saved_names.get(key), list)]:
         raise DataError(f"{path}: names has no list {', '.join(lost)}, expected {expected}")
     if saved.get("causal") not in (None, getattr(model, "causal", None)):
         what = "causal, go on" if saved["causal"] else "not causal, train one"
         raise DataError(f"{path}: its network is {what} with --model.causal true")
-    own, found = ({k: tuple(x.shape) for k, x in d.items()} for d in (model.state_dict(), weights))
-    if own != found and _loads(model, weights):
-        return  # older names or widths, which the network converts
-    for name in [*own, *found]:
-        here, there = own.get(name, "none"), found.get(name, "none")
-        if here != there:
-            raise DataError(f"{path}: the checkpoint of another network: {name} is {there} there, {here} here")
-
-
-def _loads(model: L.LightningModule, weights: dict[str, Tensor]) -> bool:
-    """Return whether the network loads all `weights`; tried on a copy on the meta device."""
-    net = {key.removeprefix("net."): x for key, x in weights.items() if key.startswith("net.")}
-    try:
-        copy: Any = deepcopy(model.net).to("meta")
-        copy.load_state_dict(net, assign=True)  # copying warns of each batch norm
-    except RuntimeError:
-        return False
-    return len(net) == len(weights)
+    current, loaded = ({k: tuple(x.shape) for k, x in d.items()} for d in (model.state_dict(), weights))
+    for name in [*current, *loaded]:
+        shape, saved_shape = current.get(name, "none"), loaded.get(name, "none")
+        if shape != saved_shape:
+            raise DataError(f"{path}: the checkpoint of another network: {name} is {saved_shape} there, {shape} here")
 
 
 def load_initial(path: str, net: nn.Module) -> str:
@@ -78,15 +64,15 @@ def load_initial(path: str, net: nn.Module) -> str:
         saved = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     except Exception as error:  # its class depends on what is in the file
         raise DataError(f"model.init: {path}: not a checkpoint ({type(error).__name__})") from error
-    there = {key.removeprefix("net."): x for key, x in saved.items() if key.startswith("net.")}
-    own = net.state_dict()
-    fits = {key: x for key, x in there.items() if key in own and own[key].shape == x.shape}
+    weights = {key.removeprefix("net."): x for key, x in saved.items() if key.startswith("net.")}
+    current = net.state_dict()
+    fits = {key: x for key, x in weights.items() if key in current and current[key].shape == x.shape}
     if not fits:
         raise DataError(f"model.init: {path}: has no weight of this {type(net).__name__}")
-    net.load_state_dict({**own, **fits})
-    missing, surplus = [sorted(set(some) - set(fits)) for some in (own, there)]
+    net.load_state_dict({**current, **fits})
+    missing, surplus = [sorted(set(some) - set(fits)) for some in (current, weights)]
     return (
-        f"{path}: {len(fits)} of {len(own)} weights of the network; as drawn: {some_of(missing)}; "
+        f"{path}: {len(fits)} of {len(current)} weights of the network; as drawn: {some_of(missing)}; "
         f"not used: {some_of(surplus)}"
     )
 

@@ -21,13 +21,13 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 
-from ndlightnet.data.errors import DataError, clear_drafts, printable
+from ndlightnet.data.errors import DataError, clear_drafts, one_line, printable
 from ndlightnet.layout.spelling import did_you_mean
 from ndlightnet.training.core.checkpoints import NAMES, AtomicCheckpoints, check_checkpoint
 from ndlightnet.training.core.costs import parameter_count
-from ndlightnet.training.core.options import TaskParser, check_configs, unexpected
-from ndlightnet.training.core.report import check_writable, say
+from ndlightnet.training.core.options import TaskParser, check_configs
 from ndlightnet.training.core.runs import FitMetrics, SaveConfig, check_unused, checkpoint_in, resumption
+from ndlightnet.training.report.results import check_writable, log_rank_zero
 
 # entries needed to resume a training: without "loops" it would silently start again
 RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers")
@@ -67,12 +67,12 @@ class TaskCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            said: BaseException = error
-            while said.__cause__ is not None and not isinstance(said, DataError):
-                said = said.__cause__
-            raise DataError(" ".join(str(said).split())) from error
+            cause: BaseException = error
+            while cause.__cause__ is not None and not isinstance(cause, DataError):
+                cause = cause.__cause__
+            raise DataError(" ".join(str(cause).split())) from error
         except TypeError as error:  # arguments of a mixer, which are not checked before
-            raise DataError(unexpected(str(error))) from error
+            raise DataError(f"model: {one_line(error)}") from error
         except (RuntimeError, OSError) as error:  # timm's, for a name or weights that it has not
             raise DataError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
@@ -119,7 +119,9 @@ class TaskCLI(LightningCLI):
         epochs = loops["fit_loop"]["epoch_progress"]["current"]["processed"]
         most = self.trainer.max_epochs
         if most is not None and 0 < most <= epochs:
-            say([f"{path}: has been trained for {epochs} epochs, nothing is left of trainer.max_epochs={most}"])
+            log_rank_zero(
+                [f"{path}: has been trained for {epochs} epochs, nothing is left of trainer.max_epochs={most}"]
+            )
             trainer: Any = self.trainer
             trainer.callbacks = [x for x in trainer.callbacks if not isinstance(x, SaveConfig)]
 
@@ -136,26 +138,26 @@ class TaskCLI(LightningCLI):
             print(f"checkpoints in {folder}: {', '.join(names)}", file=sys.stderr)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        def given(key: str) -> Any:
+        def option(key: str) -> Any:
             return self._get(self.config_init, f"trainer.{key}")
 
         def several(key: str) -> list[Any]:
-            value = given(key) or []
+            value = option(key) or []
             return [*value] if isinstance(value, list) else [value]
 
-        root = Path(given("default_root_dir") or "runs")
+        root = Path(option("default_root_dir") or "runs")
         fold = getattr(self.datamodule, "fold", None)
         root = root if fold is None else root / f"fold_{fold}"
-        saves = self.subcommand == "fit" and not given("fast_dev_run")
+        saves = self.subcommand == "fit" and not option("fast_dev_run")
         if saves:
             check_unused(root, self._get(self.config_init, "ckpt_path"))
         if self.subcommand != "stream":
             check_writable(root)
             clear_drafts(root)
-        callbacks, plugins, loggers = several("callbacks"), several("plugins"), given("logger")
-        if given("enable_model_summary") is None:
+        callbacks, plugins, loggers = several("callbacks"), several("plugins"), option("logger")
+        if option("enable_model_summary") is None:
             kwargs["enable_model_summary"] = False  # `before_fit` prints the useful part
-        if given("enable_progress_bar") is not False:
+        if option("enable_progress_bar") is not False:
             callbacks.append(RichProgressBar())
         if self.subcommand != "fit":
             loggers, self.save_config_callback = False, None
@@ -167,7 +169,7 @@ class TaskCLI(LightningCLI):
         monitor = getattr(self.model, "monitor", None)
         if saves:
             callbacks.append(FitMetrics(monitor))
-        if self.subcommand == "fit" and given("enable_checkpointing") is not False:
+        if self.subcommand == "fit" and option("enable_checkpointing") is not False:
             folder = root / "checkpoints"
             callbacks += [
                 ModelCheckpoint(folder, "best", monitor=monitor, mode="max", enable_version_counter=False),
@@ -265,7 +267,7 @@ def _demonstration(config: Path) -> list[str]:
     root = Path(trainer.get("default_root_dir", "runs"))
     resumed = resumption(root)
     if resumed:
-        say([f"{root}: holds a run, which goes on unless finished; delete it to begin another"])
+        log_rank_zero([f"{root}: holds a run, which goes on unless finished; delete it to begin another"])
     return ["fit", "--config", str(config), *resumed]
 
 
@@ -284,21 +286,21 @@ def run(
     predicted.
     """
     quiet()
-    given = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        check_configs(given)
-        if given and given[0] in (commands or {}):
-            return commands[given[0]](given[1:]) or 0  # type: ignore[index]
-        if commands and given[:1] in (["-h"], ["--help"]):
+        check_configs(words)
+        if words and words[0] in (commands or {}):
+            return commands[words[0]](words[1:]) or 0  # type: ignore[index]
+        if commands and words[:1] in (["-h"], ["--help"]):
             print(f"Beside the subcommands below: {', '.join(commands)}; each takes --help.\n")
         streams = hasattr(getattr(task, "trainer_class", L.Trainer), "stream")
-        known = ["fit", "validate", "test", "predict", *["stream"] * streams, *(commands or {})]
-        if given and given[0] not in known and not given[0].startswith("-"):
-            wrong = f"{given[0]}: no such command{did_you_mean(given[0], known)}"
+        names = ["fit", "validate", "test", "predict", *["stream"] * streams, *(commands or {})]
+        if words and words[0] not in names and not words[0].startswith("-"):
+            wrong = f"{words[0]}: no such command{did_you_mean(words[0], names)}"
             print(f"error: {printable(wrong)}", file=sys.stderr)
             return 2
-        cli = task_cli(task, data, given or _demonstration(default))
-        if not given:
+        cli = task_cli(task, data, words or _demonstration(default))
+        if not words:
             last = checkpoint_in(Path(cli.trainer.default_root_dir), "last", "best")
             cli.trainer.test(cli.model, cli.datamodule, ckpt_path=str(last), weights_only=True, verbose=False)
     except DataError as error:
@@ -306,7 +308,7 @@ def run(
         return 1
     if not cli.trainer.is_global_zero:
         return 0  # the first process has all failures; torchrun would end it, which may still write
-    say(cli.model.notes)
+    log_rank_zero(cli.model.notes)
     for failure in cli.model.failures:
         print(f"error: {failure}", file=sys.stderr)
     if cli.model.summary:

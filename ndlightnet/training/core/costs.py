@@ -103,11 +103,7 @@ class CostMonitor(L.Callback):
         checkpoint["cost"] = [self.seconds, self.peak, self.throughput]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint.get("cost", [])  # before 0.1: not of every task
-        if not saved or not isinstance(saved[0], list):  # before 0.1: a pair of each epoch
-            saved = [[seconds for seconds, _ in saved], max((peak for _, peak in saved), default=0)]
-        self.seconds, self.peak, throughput = [*saved[0]], saved[1], saved[2:]
-        self.throughput = [*throughput[0]] if throughput else []
+        self.seconds, self.peak, self.throughput = checkpoint["cost"]
 
     def measured(self) -> dict[str, float | None]:
         """Return, for metrics.json, step_ms, the median, peak_memory_gb (without activations in the
@@ -180,8 +176,8 @@ def state_size(net: nn.Module) -> int | None:
     to an integer; None if that of a layer grows."""
     mixers = [getattr(block, "mixer", None) for block in getattr(net, "blocks", ())]
     sizes = [getattr(mixer, "state_size", None) for mixer in mixers]
-    known = [size for size in sizes if size is not None]
-    return round(statistics.mean(known)) if known and len(known) == len(sizes) else None
+    numbers = [size for size in sizes if size is not None]
+    return round(statistics.mean(numbers)) if numbers and len(numbers) == len(sizes) else None
 
 
 def latencies(task: L.LightningModule, *inputs: Tensor) -> dict[str, float]:

@@ -39,9 +39,9 @@ def export(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="ndlightnet export", description=export.__doc__)
     parser.add_argument("run", help="folder of a run, or one of its checkpoints")
     parser.add_argument("--to", choices=("onnx", "pt2"), required=True)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        return _export(Path(given.run), given.to)
+        return _export(Path(options.run), options.to)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -69,8 +69,8 @@ def _export(run: Path, to: str) -> int:
         good = [_compare(net, file, at, batch) for at, batch in enumerate((2, 1, 3))]
         if not all(good):
             raise DataError(f"--to {to}: the file differs from the network, it is not kept")
-        for made in sorted(Path(place).iterdir(), key=lambda made: made == draft):  # it comes last
-            made.replace(folder / made.name)
+        for written in sorted(Path(place).iterdir(), key=lambda written: written == draft):  # it comes last
+            written.replace(folder / written.name)
     print(f"wrote {folder / draft.name}")
     return 0
 
@@ -90,8 +90,8 @@ def load_network(run: Path) -> tuple[nn.Module, Path]:
     try:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_subclass_arguments(nn.Module, "net")
-        asked = {"net": yaml.safe_load(config.read_text())["model"]["net"]}
-        net: nn.Module = parser.instantiate_classes(parser.parse_object(asked)).net
+        net_config = {"net": yaml.safe_load(config.read_text())["model"]["net"]}
+        net: nn.Module = parser.instantiate_classes(parser.parse_object(net_config)).net
         weights = {key[4:]: value for key, value in saved.items() if key.startswith("net.")}
         net.load_state_dict(weights)
     except Exception as error:  # classes may raise anything
@@ -178,10 +178,10 @@ def _compare(net: nn.Module, file: Run, at: int, batch: int) -> bool:
     x = example(net, at, batch)
     exact = deepcopy(net).double()(x.double() if x.is_floating_point() else x)
     scale = exact.abs().max().item()
-    own, found = ((y - exact).abs().max().item() for y in (net(x), file(x)))
-    good = found <= MARGIN * own + 1e-6 * scale
+    error_of_net, error_of_file = ((y - exact).abs().max().item() for y in (net(x), file(x)))
+    good = error_of_file <= MARGIN * error_of_net + 1e-6 * scale
     print(
-        f"  {tuple(x.shape)}: largest error {found:.1e} (network {own:.1e}) of {scale:.1e}, "
+        f"  {tuple(x.shape)}: largest error {error_of_file:.1e} (network {error_of_net:.1e}) of {scale:.1e}, "
         f"{'ok' if good else 'NOT EQUAL'}"
     )
     return good

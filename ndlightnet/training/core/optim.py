@@ -46,8 +46,8 @@ def layer_numbers(net: nn.Module) -> dict[str, int]:
 
     def place(name: str) -> tuple[float, ...]:
         for pattern, number, last in rules:
-            if found := re.match(pattern, name):
-                return (number, *(float(n) for n in found.groups() if n is not None), *last)
+            if match := re.match(pattern, name):
+                return (number, *(float(n) for n in match.groups() if n is not None), *last)
         return (math.inf,)  # such as the head
 
     places = {name: place(name) for name, _ in net.named_parameters()}
@@ -65,10 +65,10 @@ def layered_groups(groups: list[dict[str, Any]], net: nn.Module, lr: float, laye
     of = {id(parameter): layers[name] for name, parameter in net.named_parameters()}
     most = max(layers.values())
     return [
-        {**group, "params": own, "lr": lr * layer_decay ** (most - layer)}
+        {**group, "params": members, "lr": lr * layer_decay ** (most - layer)}
         for group in groups
         for layer in range(most + 1)
-        if (own := [p for p in group["params"] if of[id(p)] == layer])
+        if (members := [p for p in group["params"] if of[id(p)] == layer])
     ]
 
 

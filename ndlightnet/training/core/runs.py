@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from ndlightnet.data.errors import DataError, atomic_write
 from ndlightnet.models.weights import no_checkpoint
-from ndlightnet.training.core.report import write_metrics
+from ndlightnet.training.report.results import write_metrics
 
 CONFIG = "config.yaml"
 

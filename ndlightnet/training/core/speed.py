@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.nn import MDTPE, Block
-from ndlightnet.training.core.report import say
+from ndlightnet.training.report.results import log_rank_zero
 
 
 def checkpoint_blocks(net: nn.Module) -> None:
@@ -49,8 +49,8 @@ def note_torch_lines(net: nn.Module) -> None:
 
 def _note_torch_lines(hooks: list[Any], module: MDTPE, inputs: Any, named: dict[str, Any]) -> None:
     hooks.pop().remove()
-    given = dict(zip(("x", "mask", "layout", "dtype"), inputs, strict=False)) | named
-    given.pop("mask", None)
-    runs = module.implementation(**given)
+    arguments = dict(zip(("x", "mask", "layout", "dtype"), inputs, strict=False)) | named
+    arguments.pop("mask", None)
+    runs = module.implementation(**arguments)
     if "lines of" in runs:
-        say([f"MD-TPE runs in {runs}; it is slower than the kernel"])
+        log_rank_zero([f"MD-TPE runs in {runs}; it is slower than the kernel"])

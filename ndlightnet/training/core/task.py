@@ -21,18 +21,13 @@ from ndlightnet.layout import Processes, Shard, activated
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.training.core.checkpoints import load_initial, some_of
 from ndlightnet.training.core.costs import CostMonitor
-from ndlightnet.training.core.fonts import figure_names
 from ndlightnet.training.core.optim import adamw_with_cosine
-from ndlightnet.training.core.report import say
+from ndlightnet.training.core.options import check
 from ndlightnet.training.core.speed import checkpoint_blocks, note_torch_lines
+from ndlightnet.training.report.figures import figure_names
+from ndlightnet.training.report.results import log_rank_zero
 
 T = TypeVar("T")
-
-
-def check(argument: str, value: object, good: bool, expected: str) -> None:
-    """Raise DataError that names an `argument` of the command line unless `good`."""
-    if not good:
-        raise DataError(f"{argument}: {value}, expected {expected}")
 
 
 class Task(L.LightningModule):
@@ -98,8 +93,8 @@ class Task(L.LightningModule):
         check("model.grid_devices", grid_devices, good, "1 or more processes")
         if grid_devices > 1:
             good = self.grid_parallel and hasattr(net, "slab_multiples")
-            told = f"1 for {type(self).__name__} with {type(net).__name__}"
-            check("model.grid_devices", grid_devices, good, told)
+            expected = f"1 for {type(self).__name__} with {type(net).__name__}"
+            check("model.grid_devices", grid_devices, good, expected)
         self.grid_devices, self.offload, self.grid = grid_devices, offload, None
         self.out_of_core = out_of_core
         # not registered as a submodule: a checkpoint holds one network
@@ -197,9 +192,9 @@ class Task(L.LightningModule):
             )
         return module
 
-    def expect(self, **wanted: Any) -> None:
+    def expect(self, **expected_values: Any) -> None:
         """Raise DataError if an attribute of the network has not the value that the data need."""
-        for name, value in wanted.items():
+        for name, value in expected_values.items():
             if getattr(self.net, name, value) != value:
                 raise DataError(
                     f"{self.data().root}: expected a network with {name}={value}, got {getattr(self.net, name)}"
@@ -210,13 +205,13 @@ class Task(L.LightningModule):
 
     def figure_names(self, names: Sequence[str]) -> list[str]:
         """Return the names of classes as figures show them, with a note on those without a font."""
-        shown = figure_names(names)
-        if numbers := [f"{a} {b}" for a, b in zip(shown, names, strict=True) if a != b]:
+        captions = figure_names(names)
+        if numbers := [f"{a} {b}" for a, b in zip(captions, names, strict=True) if a != b]:
             self.notes.append(
                 "figures: no installed font, such as Noto Sans CJK, has the names of "
                 f"{len(numbers)} classes, which are shown as numbers: {some_of(numbers)}"
             )
-        return shown
+        return captions
 
     @contextmanager
     def one_input(self, path: object) -> Iterator[None]:
@@ -232,7 +227,7 @@ class Task(L.LightningModule):
         """Load `init`, once, before a training and before what it resumes from."""
         self._split_grid()
         if self.init is not None and self.trainer.training:
-            say([load_initial(self.init, self.net)])
+            log_rank_zero([load_initial(self.init, self.net)])
             self.init = None
 
     def configure_optimizers(self) -> Any:
@@ -258,8 +253,8 @@ class Task(L.LightningModule):
             )
         if (count := self.trainer.accumulate_grad_batches) > 1:
             # each replay overwrites the gradients of the one before
-            told = f"expected false with accumulate_grad_batches={count}"
-            raise DataError(f"model.cuda_graph: true, {told}")
+            expected = f"expected false with accumulate_grad_batches={count}"
+            raise DataError(f"model.cuda_graph: true, {expected}")
         if self.device.type != "cuda":
             return
         if self.trainer.world_size > 1:
@@ -289,16 +284,21 @@ class Task(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         data, saved = self.data(), checkpoint["names"]
-        found = data.names()
-        if any(found.values()) and found != saved:
-            raise DataError(f"{data.root}: has {found}, but the checkpoint was trained on {saved}")
+        current = data.names()
+        if any(current.values()) and current != saved:
+            raise DataError(f"{data.root}: has {current}, but the checkpoint was trained on {saved}")
         data.set_names(saved)
 
     def gathered(self, items: dict[Any, T]) -> dict[Any, T]:
         """Return the entries of all processes, sorted by their keys. A sampler that fills up its
         last batch gives a sample to two processes: equal keys count once."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            parts: list[Any] = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(parts, items)
-            items = {key: value for part in parts for key, value in part.items()}
+            gathered: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(gathered, items)
+            items = {key: value for each in gathered for key, value in each.items()}
         return dict(sorted(items.items()))
+
+    def gather_lines(self) -> None:
+        """Gather the failures and notes of all processes."""
+        self.failures = list(self.gathered({line: line for line in self.failures}))
+        self.notes = list(self.gathered({line: line for line in self.notes}))

@@ -1,6 +1,10 @@
 """Forecasts of series."""
 
-from ndlightnet.training.forecasting.data import SeriesData
-from ndlightnet.training.forecasting.task import ForecastTask
-
-__all__ = ["ForecastTask", "SeriesData"]
+COMMANDS = {
+    "forecast": {
+        "line": "forecast an hourly series",
+        "task": "forecasting.forecast_task:ForecastTask",
+        "data": "forecasting.series_data:SeriesData",
+        "config": "ett",
+    }
+}

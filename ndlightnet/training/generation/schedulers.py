@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.inference import sample
 from ndlightnet.layout.spelling import did_you_mean
 
-Density = Literal["logit_normal", "uniform"]
 PREDICTIONS = ("epsilon", "sample", "v_prediction")  # prediction_type, as diffusers names them
 
 
@@ -24,25 +23,25 @@ def build_scheduler(scheduler: str | dict[str, Any]) -> Any:
     """
     import diffusers  # nothing else of ndlightnet.training needs it
 
-    given = {scheduler: {}} if isinstance(scheduler, str) else scheduler
-    if len(given) != 1:
+    entry = {scheduler: {}} if isinstance(scheduler, str) else scheduler
+    if len(entry) != 1:
         raise DataError(f"model.scheduler={scheduler}: expected a name, or {{name: arguments}}")
-    ((name, arguments),) = given.items()
+    ((name, arguments),) = entry.items()
     kind = getattr(diffusers, name, None)
-    own = signature(kind).parameters if isinstance(kind, type) else {}
+    parameters = signature(kind).parameters if isinstance(kind, type) else {}
     try:
-        trains = hasattr(kind, "scale_noise") or ("beta_schedule" in own and hasattr(kind, "add_noise"))
+        trains = hasattr(kind, "scale_noise") or ("beta_schedule" in parameters and hasattr(kind, "add_noise"))
     except ImportError as error:  # of a package that this scheduler needs
         raise DataError(f"model.scheduler={name}: {one_line(error)}") from error
-    if not (trains and "num_train_timesteps" in own):
-        known = [one for one in dir(diffusers) if one.endswith("Scheduler") and one != name]
-        near = did_you_mean(name, known, "") or did_you_mean(f"{name}Scheduler", known, "")
+    if not (trains and "num_train_timesteps" in parameters):
+        others = [one for one in dir(diffusers) if one.endswith("Scheduler") and one != name]
+        near = did_you_mean(name, others, "") or did_you_mean(f"{name}Scheduler", others, "")
         near = near or "FlowMatchEulerDiscreteScheduler"
         raise DataError(f"model.scheduler={name}: expected one of diffusers, such as {near}")
     assert kind is not None
-    if wrong := [key for key in arguments or {} if key not in own]:
-        raise DataError(f"model.scheduler: {name} has no {wrong[0]}{did_you_mean(wrong[0], own)}")
-    usual = {"clip_sample": False} if "clip_sample" in own else {}
+    if wrong := [key for key in arguments or {} if key not in parameters]:
+        raise DataError(f"model.scheduler: {name} has no {wrong[0]}{did_you_mean(wrong[0], parameters)}")
+    usual = {"clip_sample": False} if "clip_sample" in parameters else {}
     try:
         built = kind(**usual | (arguments or {}))
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -85,19 +84,14 @@ def prediction(scheduler: Any) -> str:
     return "flow" if is_flow(scheduler) else scheduler.config.get("prediction_type", "epsilon")
 
 
-def noised(
-    scheduler: Any, x: Tensor, density: Density | None = None, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def noised(scheduler: Any, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return noisy samples of x (batch, channels, *space), their times (batch,), and what a network
-    should predict from them, of the shape of x.
-
-    density: of the times: "uniform", or "logit_normal", which favours the middle; default:
-    "logit_normal" with flow matching, else "uniform". generator: for draws that can be
-    repeated, on x's device.
-    """
+    should predict from them, of the shape of x. With flow matching times are logit-normal, which
+    favours the middle (arXiv 2403.03206), else uniform. generator: for draws that can be repeated,
+    on x's device."""
     noise = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
     flow, count = is_flow(scheduler), scheduler.config.num_train_timesteps
-    if (density or ("logit_normal" if flow else "uniform")) == "logit_normal":
+    if flow:
         place = torch.randn(len(x), generator=generator, device=x.device).sigmoid()
     else:
         place = torch.rand(len(x), generator=generator, device=x.device)
@@ -112,8 +106,8 @@ def noised(
         mixed = sigma.view(each)
         return mixed * noise + (1 - mixed) * x, sigma * count, noise - x
     scheduler.alphas_cumprod = scheduler.alphas_cumprod.to(x.device)
-    kept = scheduler.alphas_cumprod[index].view(each)
-    signal, level = kept.sqrt(), (1 - kept).sqrt()
+    signal_share = scheduler.alphas_cumprod[index].view(each)
+    signal, level = signal_share.sqrt(), (1 - signal_share).sqrt()
     predictions = (noise, x, signal * noise - level * x)
     target = predictions[PREDICTIONS.index(prediction(scheduler))]
     return signal * x + level * noise, index.float(), target

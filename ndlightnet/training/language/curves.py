@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ndlightnet.data.errors import DataError, atomic_write
-from ndlightnet.training.core.report import COLORS, plain_text
+from ndlightnet.data.errors import DataError
+from ndlightnet.training.report.figures import COLORS, GREY, panels_of, plain_axes, save_figure
+from ndlightnet.training.report.results import write_csv
 
 
 def write_table(path: Path, metrics: dict[str, Any]) -> None:
@@ -21,31 +21,27 @@ def write_table(path: Path, metrics: dict[str, Any]) -> None:
         for length, bits in metrics["bits_per_byte_at"].items()
     ]
     for span, bits in metrics["bits_per_byte_by_position"].items():
-        other = metrics["same_bytes_at_training_length"].get(span, "")
-        lines.append(("position", *map(int, span.split("-")), bits, other, ""))
-    with atomic_write(path) as draft, open(draft, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["of", "start", "end", "bits_per_byte", "at_training_length", "note"])
-        writer.writerows(lines)
+        trained = metrics["same_bytes_at_training_length"].get(span, "")
+        lines.append(("position", *map(int, span.split("-")), bits, trained, ""))
+    write_csv(path, ["of", "start", "end", "bits_per_byte", "at_training_length", "note"], lines)
 
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
     """Draw `runs`, {name: metrics.json}, in one picture: bits per byte over the length of windows,
     and by position in the longest windows, less those of the same bytes at the training length."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     colors = [color for color in COLORS if color != "#F0E442"]  # yellow does not show on white
-    figure = Figure(figsize=(11, 4), layout="constrained", facecolor="white")
-    left, right = panels = figure.subplots(1, 2)
+    figure, axes = panels_of(1, 2, (11, 4))
+    left, right = axes[0]
     ticks: set[int] = set()
     for number, (name, metrics) in enumerate(runs.items()):
         at = {int(n): bits for n, bits in metrics["bits_per_byte_at"].items() if bits is not None}
-        other = metrics["same_bytes_at_training_length"]
+        trained = metrics["same_bytes_at_training_length"]
         beyond = {
-            int(span.split("-")[1]): bits - other[span]
+            int(span.split("-")[1]): bits - trained[span]
             for span, bits in metrics["bits_per_byte_by_position"].items()
-            if span in other
+            if span in trained
         }
         style: dict[str, Any] = {
             "color": colors[number % len(colors)],
@@ -57,16 +53,15 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
         left.plot(list(at), list(at.values()), label=name, **style)
         right.plot(list(beyond), list(beyond.values()), **style)
         ticks |= set(at) | set(beyond)
-    for axes in panels:
-        for trained in {metrics["train_length"] for metrics in runs.values()}:
-            axes.axvline(trained, color="#777777", linestyle="--", linewidth=1, zorder=0)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: short(int(n))))
-        axes.grid(color="#DDDDDD", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    right.axhline(0, color="#777777", linewidth=1, zorder=0)
+    for axis in axes[0]:
+        for length in {metrics["train_length"] for metrics in runs.values()}:
+            axis.axvline(length, color=GREY, linestyle="--", linewidth=1, zorder=0)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda n, _: short(int(n))))
+        plain_axes(axis)
+    right.axhline(0, color=GREY, linewidth=1, zorder=0)
     left.set(
         title="windows from an empty context", ylabel="bits per byte", xlabel="bytes in a window (dashed: in training)"
     )
@@ -76,9 +71,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
         ylabel="less the same bytes at training length",
     )
     figure.legend(*left.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
-    plain_text(figure)
-    with atomic_write(path) as draft:
-        figure.savefig(draft, dpi=130, format="png")
+    save_figure(figure, path)
 
 
 def short(n: int) -> str:

@@ -1,4 +1,4 @@
-"""Bits per byte: at every length of windows, by position in them, and of a stream."""
+"""Bits per byte: at every length of windows, by position in them, and of a file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils._pytree import tree_leaves
-
-SINGLE = 64  # bytes at the end that a stream gets one at a time
-AGREE = 0.01  # bits per byte: bf16 rounds a logit of 16 by up to 1/16, and the mean by far less
 
 
 def token_nll(predict: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
@@ -62,40 +58,5 @@ def file_bits(net: Any, text: Tensor, chunk: int) -> float:
         predict = net.stream()
     except ValueError:
         predict = net
-    parts = (text[None, start : start + chunk + 1] for start in range(0, len(text) - 1, chunk))
-    return sum(float(token_nll(predict, part).double().sum()) for part in parts) / math.log(2)
-
-
-@torch.no_grad()
-def decode(net: Any, text: Tensor, chunk: int) -> dict[str, Any]:
-    """Compare bits per byte of a stream of `net`, on text (bytes + 1,) uint8 in chunks of 1 byte,
-    then of `chunk`, then of 1 again, with those of the network on the whole text at once.
-
-    state_bytes and, on CUDA, memory_allocated: after the first byte and after the last.
-    """
-    try:
-        stream = net.stream()
-    except ValueError as error:  # raised for a mixer whose state would grow
-        return {"not_measured": str(error)}
-    count = len(text) - 1
-    chunks, rest = divmod(max(0, count - 1 - SINGLE), chunk)
-    sizes = [1, *[chunk] * chunks, *[rest] * (rest > 0)]
-    sizes += [1] * (count - sum(sizes))
-    streamed, start = 0.0, 0
-    state: list[int] = []
-    memory: list[int] = []
-    for length in sizes:
-        part = text[None, start : start + length + 1]
-        streamed += float(token_nll(stream, part).sum()) / count / math.log(2)
-        start += length
-        if start in (1, count):
-            leaves = [x for x in tree_leaves(stream.state) if isinstance(x, Tensor)]
-            state.append(sum(x.numel() * x.element_size() for x in leaves))
-            memory += [torch.cuda.memory_allocated(text.device)] if text.is_cuda else []
-    found = {"bytes": count, "bits_per_byte": streamed, "state_bytes": state, "memory_allocated": memory or None}
-    try:
-        at_once = float(token_nll(net, text[None]).cpu().double().mean()) / math.log(2)
-    except torch.OutOfMemoryError as error:
-        return {**found, "bits_per_byte_at_once": None, "not_measured": str(error)}
-    difference = abs(streamed - at_once)
-    return {**found, "bits_per_byte_at_once": at_once, "difference": difference, "agrees": difference <= AGREE}
+    pieces = (text[None, start : start + chunk + 1] for start in range(0, len(text) - 1, chunk))
+    return sum(float(token_nll(predict, piece).double().sum()) for piece in pieces) / math.log(2)

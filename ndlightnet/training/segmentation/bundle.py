@@ -22,8 +22,8 @@ from ndlightnet.data.errors import DataError, one_line, writable
 from ndlightnet.training.core.checkpoints import check_checkpoint
 from ndlightnet.training.core.cli import TaskCLI
 from ndlightnet.training.segmentation.bundle_files import inference_of, metadata_of, readme_of
-from ndlightnet.training.segmentation.data import VolumeData
-from ndlightnet.training.segmentation.task import SegmentationTask
+from ndlightnet.training.segmentation.segmentation_task import SegmentationTask
+from ndlightnet.training.segmentation.volume_data import VolumeData
 
 
 class BundleCLI(TaskCLI):
@@ -76,20 +76,20 @@ def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, 
     if not (names.get("labels") and names.get("modalities")):
         raise DataError(f"{paths[0]}: names no labels, expected a checkpoint that `fit` has left")
     data.set_names(names)
-    for name, wanted in (("in_channels", data.in_channels), ("out_channels", len(data.labels))):
-        if getattr(task.net, name, wanted) != wanted:
-            here = f"{name}={getattr(task.net, name)}"
-            raise DataError(f"model.net: {here}, expected {wanted} for the data of {paths[0]}")
+    for name, expected in (("in_channels", data.in_channels), ("out_channels", len(data.labels))):
+        if getattr(task.net, name, expected) != expected:
+            value_of_net = f"{name}={getattr(task.net, name)}"
+            raise DataError(f"model.net: {value_of_net}, expected {expected} for the data of {paths[0]}")
     states = [
         {name[4:]: value for name, value in one["state_dict"].items() if name.startswith("net.")} for one in saved
     ]
     # as `fit` saves it: a class that is a default by its name
-    asked = yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))["model"]["net"]
+    net_config = yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))["model"]["net"]
     weights = states[0]
     if len(states) > 1:
         weights = {f"nets.{n}.{k}": value for n, s in enumerate(states) for k, value in s.items()}
     try:  # so that it fails here, not where it is used
-        definition = _target(asked)
+        definition = _target(net_config)
         if len(states) > 1:
             nets = [definition] * len(states)
             definition = {"_target_": "ndlightnet.inference.Ensemble", "nets": nets}
@@ -97,7 +97,7 @@ def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, 
         read.get_parsed_content("net").load_state_dict(weights)
     except Exception as error:  # classes may raise anything
         why = one_line(error.__cause__ or error)  # MONAI's own error only lists the arguments
-        wrong = f"{asked['class_path']} cannot be built from a MONAI config ({why})"
+        wrong = f"{net_config['class_path']} cannot be built from a MONAI config ({why})"
         raise DataError(f"model.net: {wrong}") from error
     return definition, weights
 
@@ -111,9 +111,9 @@ def _target(value: Any, called: bool = False) -> Any:
         return {"_target_": value, "_mode_": "callable"}
     if not isinstance(value, dict) or "class_path" not in value:
         return value
-    made: Any = locate(value["class_path"])
+    target: Any = locate(value["class_path"])
     hints: dict[str, Any] = {}
-    for base in reversed(getattr(made, "__mro__", [made])):
+    for base in reversed(getattr(target, "__mro__", [target])):
         hints |= get_type_hints(base.__init__ if isclass(base) else base)
     arguments = value.get("init_args") or {}
     return {
@@ -124,7 +124,7 @@ def _target(value: Any, called: bool = False) -> Any:
 
 
 def _is_callable(hint: Any) -> bool:
-    return get_origin(hint) is Callable or any(_is_callable(part) for part in get_args(hint))
+    return get_origin(hint) is Callable or any(_is_callable(argument) for argument in get_args(hint))
 
 
 @contextmanager

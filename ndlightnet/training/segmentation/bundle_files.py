@@ -16,8 +16,8 @@ from monai.utils.enums import IgniteInfo
 
 import ndlightnet
 from ndlightnet.data.errors import printable
-from ndlightnet.training.segmentation.data import VolumeData
-from ndlightnet.training.segmentation.task import SegmentationTask
+from ndlightnet.training.segmentation.segmentation_task import SegmentationTask
+from ndlightnet.training.segmentation.volume_data import VolumeData
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 MIXED = {"16-mixed": "$torch.float16", "bf16-mixed": "$torch.bfloat16"}
@@ -105,10 +105,10 @@ def inference_of(network: dict[str, Any], task: SegmentationTask, data: VolumeDa
             "mode": "gaussian",
             "cpu_thresh": STITCHED // (4 * classes),
         }
-    whole: dict[str, Any] = {"network": "$@network_def.to(@device)"}
+    network_entries: dict[str, Any] = {"network": "$@network_def.to(@device)"}
     if task.mirror_axes:
         mirrored = "ndlightnet.inference.Mirrored"
-        whole = {
+        network_entries = {
             "mirrored": {"_target_": mirrored, "net": "@network_def", "axes": task.mirror_axes},
             "network": "$@mirrored.to(@device)",
         }
@@ -125,7 +125,7 @@ def inference_of(network: dict[str, Any], task: SegmentationTask, data: VolumeDa
         "datalist": "$[[str(file) for file in case.images] for case in "
         f"find_inputs(@dataset_dir, {len(data.modalities)})]",
         "network_def": network,
-        **whole,
+        **network_entries,
         "preprocessing": {"_target_": "Compose", "transforms": before},
         "dataset": {
             "_target_": "Dataset",

@@ -6,7 +6,6 @@ the names of the classes, names[0] the background's. NaN stands for an undefined
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.ndimage import binary_erosion, find_objects
 from torch import Tensor
 
-from ndlightnet.data.errors import atomic_write, cell
+from ndlightnet.training.report.results import write_csv
 
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
 Box = tuple[slice, ...]
@@ -34,9 +33,9 @@ def dice_of(labels: Tensor, truth: Tensor, classes: int) -> Tensor:
     positive in a case without the class counts as wrong. (torchmetrics' dice_score gives the same
     from one-hot volumes, 126 GB for 118 classes on 512^3 voxels; MONAI's is NaN for such a one.)
     """
-    found, true = (_counts(x, classes) for x in (labels, truth))
+    predicted, true = (_counts(x, classes) for x in (labels, truth))
     both = _counts(labels[labels == truth], classes)
-    return (2 * both / (found + true).double())[1:]
+    return (2 * both / (predicted + true).double())[1:]
 
 
 def measure_case(
@@ -93,8 +92,8 @@ def _surfaces(
     keep = [axis for axis, length in enumerate(labels.shape) if length > 1]
     if len(keep) == 2:  # in a single slice every voxel would be surface
         labels, truth, spacing = labels.squeeze(), truth.squeeze(), [spacing[a] for a in keep]
-    found, true = (x.cpu().numpy() for x in (labels, truth))
-    pairs = zip(boxes(found, classes), boxes(true, classes), strict=True)
+    predicted, true = (x.cpu().numpy() for x in (labels, truth))
+    pairs = zip(boxes(predicted, classes), boxes(true, classes), strict=True)
     measured = []
     for number, (a, b) in enumerate(pairs, 1):
         if a is None or b is None:
@@ -103,9 +102,10 @@ def _surfaces(
             continue
         box = tuple(slice(min(s.start, t.start), max(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
         # outside of the box, and of the volume, is background: a voxel at the border is surface
-        one, other = (x[box] == number for x in (found, true))
-        one, other = (mask ^ binary_erosion(mask) for mask in (one, other))
-        distances = [get_surface_distance(*edges, spacing=list(spacing)) for edges in ((one, other), (other, one))]
+        surface, true_surface = (x[box] == number for x in (predicted, true))
+        surface, true_surface = (mask ^ binary_erosion(mask) for mask in (surface, true_surface))
+        both = ((surface, true_surface), (true_surface, surface))
+        distances = [get_surface_distance(*edges, spacing=list(spacing)) for edges in both]
         far = max(float(np.quantile(d, 0.95)) for d in distances)
         near = np.concatenate(distances) <= tolerance * ROUNDING
         measured.append((far, float(near.mean())))
@@ -114,19 +114,18 @@ def _surfaces(
 
 def boxes(labels: NDArray[Any], classes: int) -> list[Box | None]:
     """Return the smallest box around every foreground class; None for an absent one."""
-    found: list[Box | None] = find_objects(labels, max_label=classes - 1)
-    return found
+    bounds: list[Box | None] = find_objects(labels, max_label=classes - 1)
+    return bounds
 
 
 def write_cases(path: Path, rows: Rows, names: Sequence[str]) -> None:
     """Write a CSV, a line per case and class: case, class and the measures, empty where NaN."""
-    with atomic_write(path) as draft, draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(("case", "class", *MEASURES))
-        for case, row in rows.items():
-            for name, measured in zip(names[1:], row, strict=True):
-                values = [measured[key] for key in MEASURES]
-                table.writerow((cell(case), cell(name), *("" if np.isnan(v) else f"{v:.6g}" for v in values)))
+    lines = [
+        (case, name, *("" if np.isnan(measured[key]) else f"{measured[key]:.6g}" for key in MEASURES))
+        for case, row in rows.items()
+        for name, measured in zip(names[1:], row, strict=True)
+    ]
+    write_csv(path, ("case", "class", *MEASURES), lines)
 
 
 def metrics_of(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
@@ -151,8 +150,8 @@ def metrics_of(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
 
 def of_known(measure: Callable[[Any], Any], values: Iterable[float]) -> float:
     """Return np.mean, np.median or np.std of the values that are not NaN; NaN if all are."""
-    known = np.array([value for value in values if value == value])
-    return float(measure(known)) if known.size else float("nan")
+    finite = np.array([value for value in values if value == value])
+    return float(measure(finite)) if finite.size else float("nan")
 
 
 def interval(values: ArrayLike, level: float = 0.95, draws: int = 2000) -> tuple[float, float]:
@@ -177,16 +176,16 @@ def interval(values: ArrayLike, level: float = 0.95, draws: int = 2000) -> tuple
     generator = np.random.default_rng(0)
     seeds, cases = (_times_drawn(n, draws, generator) for n in values.shape[:2])
     means = np.full((draws, *values.shape[2:]), np.nan).reshape(draws, -1)
-    for k, one in enumerate(np.moveaxis(np.atleast_3d(values), 2, 0)):
-        known = ~np.isnan(one)
+    for k, of_class in enumerate(np.moveaxis(np.atleast_3d(values), 2, 0)):
+        finite = ~np.isnan(of_class)
         # a value's weight: how often its seed was drawn, times how often its case was
-        total, weight = ((seeds @ part * cases).sum(1) for part in (np.where(known, one, 0), 1.0 * known))
+        total, weight = ((seeds @ factor * cases).sum(1) for factor in (np.where(finite, of_class, 0), 1.0 * finite))
         np.divide(total, weight, out=means[:, k], where=weight > 0)
-    known = ~np.isnan(means)
-    kept = known.any(1)
+    finite = ~np.isnan(means)
+    kept = finite.any(1)
     if np.isfinite(values).sum() < 2:  # one value has no spread; none has no mean
         return float("nan"), float("nan")
-    drawn = np.where(known, means, 0).sum(1)[kept] / known.sum(1)[kept]
+    drawn = np.where(finite, means, 0).sum(1)[kept] / finite.sum(1)[kept]
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

@@ -24,7 +24,7 @@ from ndlightnet.data.errors import DataError, atomic_write, one_line
 from ndlightnet.data.volume.datasets import read_dataset
 from ndlightnet.data.volume.fingerprint import Fingerprint, fingerprint
 from ndlightnet.data.volume.formats import PICTURES
-from ndlightnet.training.core.report import check_writable, say
+from ndlightnet.training.report.results import check_writable, log_rank_zero
 
 COARSE = 3.0  # factor by which an axis is coarser and shorter than the others, see target_spacing
 SMALLEST = 4  # cells along an axis of the coarsest level, at least
@@ -74,9 +74,9 @@ def plan(
     _network(net)
     notes: list[str] = []
     folder = read_dataset(root, notes)
-    there = Path(out or Path("runs") / Path(root).resolve().name)
-    say(notes)
-    check_writable(there)  # before all volumes are read
+    out_folder = Path(out or Path("runs") / Path(root).resolve().name)
+    log_rank_zero(notes)
+    check_writable(out_folder)  # before all volumes are read
     cases = [case.as_series(frames is not None) for case in folder.training]
     if not cases:
         raise DataError(f"{root}: no training case with a label")
@@ -85,16 +85,16 @@ def plan(
     measured = fingerprint(cases, len(folder.labels), len(folder.channels))
     available = _memory() if memory is None else memory * 1e9
     config = config_of(
-        measured, folder.labels, folder.channels, root, there, net, size, available, epochs, workers, frames
+        measured, folder.labels, folder.channels, root, out_folder, net, size, available, epochs, workers, frames
     )
     text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=100)
-    with atomic_write(there / "plan.yaml") as draft:
+    with atomic_write(out_folder / "plan.yaml") as draft:
         draft.write_text(f"# {len(cases)} training cases of {root}, {available / 1e9:.0f} GB\n{text}")
     missing = [name for name, n in zip(folder.labels, measured.voxels, strict=True) if n == 0]
     print(text)
     for name in missing:
         print(f"note: no training case has a voxel of {name!r}")
-    print(f"wrote {there / 'plan.yaml'}; train with: fit --config {there / 'plan.yaml'}")
+    print(f"wrote {out_folder / 'plan.yaml'}; train with: fit --config {out_folder / 'plan.yaml'}")
 
 
 def config_of(
@@ -134,11 +134,11 @@ def config_of(
     def crops(patch: list[int], strides: list[list[int]]) -> float:
         """Return how many crops the memory holds."""
         try:
-            made = make(**arguments(strides))
+            network = make(**arguments(strides))
         except (TypeError, ValueError) as error:
             raise DataError(f"net: {net}, patch {patch}: {one_line(error)}") from error
-        state = STATE * sum(p.numel() for p in made.parameters())
-        return (memory - state) / step_bytes(made, len(channels), time + patch)
+        state = STATE * sum(p.numel() for p in network.parameters())
+        return (memory - state) / step_bytes(network, len(channels), time + patch)
 
     patch, strides = patch_of(shape, spacing, lambda *tried: crops(*tried) >= 2)
     held = crops(patch, strides)
@@ -227,11 +227,11 @@ def patch_of(
     while True:
         strides = strides_of(patch.astype(int).tolist(), spacing.tolist())
         step = np.prod(np.array(strides or [[1, 1, 1]]), axis=0)
-        whole = (np.ceil(patch / step) * step).astype(int).tolist()
-        if fits(whole, strides) or max(whole) <= 2 * SMALLEST:
-            return whole, strides
+        padded = (np.ceil(patch / step) * step).astype(int).tolist()
+        if fits(padded, strides) or max(padded) <= 2 * SMALLEST:
+            return padded, strides
         longest = int(np.where(patch > 2 * SMALLEST, patch / shape, 0).argmax())
-        patch[longest] = max(2 * SMALLEST, min(patch[longest], whole[longest]) - step[longest])
+        patch[longest] = max(2 * SMALLEST, min(patch[longest], padded[longest]) - step[longest])
 
 
 def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
@@ -239,18 +239,18 @@ def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
     saved for backward, counted on the CPU on a smaller crop, times OVERHEAD."""
     most = (COUNTED_FRAMES, *COUNTED)[-len(patch) :]
     small = [min(pair) for pair in zip(patch, most, strict=True)]
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
         if not _of_weights(x):
             storage = x.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return x
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
     with hooks, torch.autocast("cpu", torch.bfloat16):
         outputs = net.train()(torch.zeros(1, channels, *small))  # held until all is counted
-    total = sum(kept.values())
+    total = sum(saved.values())
     del outputs
     return OVERHEAD * total * prod(patch) / prod(small)
 
@@ -269,10 +269,10 @@ def _of_weights(x: Tensor) -> bool:
 def _network(path: str) -> Callable[..., nn.Module]:
     module, _, name = path.rpartition(".")
     try:
-        found: Callable[..., nn.Module] = getattr(import_module(module), name)
+        constructor: Callable[..., nn.Module] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise DataError(f"net: {path!r}, expected the path of a class, such as ndlightnet.NDLightUNet") from error
-    return found
+    return constructor
 
 
 def _memory() -> float:

@@ -22,7 +22,7 @@ from ndlightnet.data.image.image_sets import moved
 from ndlightnet.data.image.image_transforms import seeded
 from ndlightnet.data.sampling import mixed
 from ndlightnet.training import ImageFolders
-from ndlightnet.training.classification.metrics import scores
+from ndlightnet.training.classification.scores import scores
 from ndlightnet_evidence import runner, sets
 from ndlightnet_evidence.tables import Run
 

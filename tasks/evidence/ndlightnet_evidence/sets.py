@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from ndlightnet.data.image.image_sets import ImageSet
 from ndlightnet.data.sampling import mixed
 from ndlightnet.training import ImageData, ImageFolders, TextData
-from ndlightnet.training.classification.metrics import scores
+from ndlightnet.training.classification.scores import scores
 from ndlightnet.training.language.measures import token_nll
 from ndlightnet_evidence import runner
 from ndlightnet_evidence.graphs import Replay
@@ -149,7 +149,7 @@ class Text(Samples):
         data.setup("fit")
         self.data, self.device = data, runner.device()
         self.steps = epochs * max(1, data.windows // data.batch_size)
-        self.text = data.parts[0].to(self.device)
+        self.text = data.splits[0].to(self.device)
         self.test_text = data.test_text[: data.tested + 1].to(self.device)
         self.measures = ("bits_per_byte", *(f"bits_{n}" for n in data.lengths))
 

@@ -10,7 +10,7 @@ import torch
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.sampling import SeededSamples
 from ndlightnet.data.text.text_files import RandomWindows, Windows, read_bytes, split
-from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.data_module import training_loader
 
 CONTENT = bytes(range(256)) * 3 + b"and the rest\n"
 

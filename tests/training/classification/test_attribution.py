@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ndlightnet.training.classification.attribution import (
-    AT_ONCE,
-    FRAMES,
-    attribution,
-    overlaid,
-    save_attributions,
-    views,
-)
+from ndlightnet.training.classification.answer_figures import FRAMES, overlaid, save_attributions, views
+from ndlightnet.training.classification.attribution import AT_ONCE, attribution
 
 SPACES = {1: (50,), 2: (20, 33), 3: (8, 12, 9)}
 

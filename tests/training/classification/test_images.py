@@ -1,29 +1,24 @@
 """Images and volumes: data in memory, what a run leaves, its measures, and the configs."""
 
-import io
 import json
+import re
 import struct
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 
 import lightning
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.nn import mixers
-from ndlightnet.nn.stem import ConvStem
-from ndlightnet.training import ImageData, ImageTask, TaskCLI, run
-from ndlightnet.training.classification.pictures import projections, save_gallery
+from ndlightnet.training import ImageData, ImageTask
+from ndlightnet.training.classification.answer_figures import projections, save_gallery
+from tests.training.conftest import Done, set_up
+from tests.training.conftest import launch as command_line
 
-ROOT = Path(__file__).parents[3]
-CONFIGS = [ROOT / "configs" / f"{name}.yaml" for name in ("fashion_mnist", "adrenal", "adrenal28", "adrenal64")]
 TINY = """
 seed_everything: 0
 trainer: {accelerator: cpu, max_epochs: 4, log_every_n_steps: 1, enable_progress_bar: false}
@@ -74,23 +69,9 @@ def volumes(tmp_path_factory) -> Path:
     return path
 
 
-def launch(folder: Path, command: str, *arguments: str) -> SimpleNamespace:
-    """`run` on the tiny config in `folder`: its status, output and error lines."""
-    (folder / "tiny.yaml").write_text(TINY)
-    out, err = io.StringIO(), io.StringIO()
-    argv = [
-        "task.py",
-        command,
-        "--config",
-        str(folder / "tiny.yaml"),
-        f"--trainer.default_root_dir={folder}",
-        *arguments,
-    ]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", argv)
-        status = run(ImageTask, ImageData, Path("no default"))
-    errors = [line for line in err.getvalue().splitlines() if line.startswith("error: ")]
-    return SimpleNamespace(status=status, out=out.getvalue(), errors=errors)
+def launch(folder: Path, command: str, *arguments: str) -> Done:
+    root = f"--trainer.default_root_dir={folder}"
+    return command_line(ImageTask, ImageData, TINY, folder / "given", command, root, *arguments)
 
 
 VOLUMES = (
@@ -113,6 +94,9 @@ def trained(request, tmp_path_factory) -> tuple[str, Path]:
     done = launch(out, "test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
     assert (done.status, done.errors) == (0, [])
     assert "held-out accuracy" in done.out
+    for name in ("confusion.png", "test_images.png"):
+        picture = matplotlib.image.imread(out / name)
+        assert min(picture.shape[:2]) > 150 and picture.std() > 0.05
     return request.param, out
 
 
@@ -147,12 +131,6 @@ def test_what_it_cost(trained):
     assert metrics["parameters"] == sum(v.numel() for v in saved.values())
 
 
-def test_the_pictures_of_a_run(trained):
-    for name in ("confusion.png", "test_images.png"):
-        picture = matplotlib.image.imread(trained[1] / name)
-        assert min(picture.shape[:2]) > 150 and picture.std() > 0.05
-
-
 @pytest.mark.slow
 def test_a_resumed_run_adds_to_what_it_cost(trained, pictures, tmp_path):
     kind, out = trained
@@ -167,23 +145,22 @@ def test_a_resumed_run_adds_to_what_it_cost(trained, pictures, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "option, text",
+    "options, net, text",
     [
-        ("--model.net.init_args.num_classes=4", "num_classes=3, got 4"),
-        ("--model.net.init_args.in_chans=3", "in_chans=1, got 3"),
-        ("--model.net.init_args.dims=3", "dims=2, got 3"),
-        ("--data.init_args.classes=[a, b]", "labels up to 2: classes are ['a', 'b']"),
-        ("--data.init_args.flips=[2]", "flips=(2,): axes are 0 to 1"),
-        ("--data.init_args.validation=1", "validation=1.0: 0 samples to train with, expected 1 or more of 0"),
-        ("--data.init_args.train_limit=0", "train_limit=0, validation=0.1: 0 samples"),
-        ("--data.init_args.train_limit=217", "217 samples to train with, expected 1 or more of 216"),
+        ({}, {"num_classes": 4}, "num_classes=3, got 4"),
+        ({}, {"in_chans": 3}, "in_chans=1, got 3"),
+        ({}, {"dims": 3}, "dims=2, got 3"),
+        ({"classes": ["a", "b"]}, {}, "labels up to 2: classes are ['a', 'b']"),
+        ({"flips": (2,)}, {}, "flips=(2,): axes are 0 to 1"),
+        ({"validation": 1.0}, {}, "validation=1.0: 0 samples to train with, expected 1 or more of 0"),
+        ({"train_limit": 0}, {}, "train_limit=0, validation=0.1: 0 samples"),
+        ({"train_limit": 217}, {}, "217 samples to train with, expected 1 or more of 216"),
     ],
 )
-def test_what_does_not_fit_the_data(pictures, tmp_path, option, text):
-    done = launch(tmp_path, "fit", f"--data.init_args.root={pictures}", option)
-    assert done.status == 1 and not list(tmp_path.rglob("*.ckpt"))
-    assert len(done.errors) == 1 and done.errors[0].startswith(f"error: {pictures}: ")
-    assert text in done.errors[0]
+def test_what_does_not_fit_the_data(pictures, options, net, text):
+    arguments = {"dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 2, "embed_dim": 8, "depth": 1} | net
+    with pytest.raises(DataError, match=f"^{pictures}: .*{re.escape(text)}"):
+        set_up(ImageTask(NDLightNet(**arguments)), ImageData(str(pictures), **options))
 
 
 def test_parts_of_the_data(pictures, volumes):
@@ -285,77 +262,3 @@ def test_a_gallery_of_few_images(tmp_path):
         for labels in (torch.tensor([0, 0]), None):
             save_gallery(path, lambda _, x=image: x.byte(), torch.eye(2), labels, ["a", "b"])
             assert path.stat().st_size > 1000
-
-
-def build(config: Path, folder: Path, *overrides: str) -> TaskCLI:
-    args = ["--config", str(config), f"--trainer.default_root_dir={folder}", "--trainer.accelerator=cpu", *overrides]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["task.py"])
-        return TaskCLI(ImageTask, ImageData, subclass_mode_data=True, run=False, args=args)
-
-
-def one_step(task: ImageTask) -> None:
-    """On a random batch of few cells: the loss is finite, every parameter moves."""
-    task.train()._trainer = SimpleNamespace(estimated_stepping_batches=20)
-    task.log = lambda *_, **__: None
-    optimizer = task.configure_optimizers()["optimizer"]
-    before = [value.detach().clone() for value in task.net.parameters()]
-    # oneDNN's gradient of a bf16 convolution of 2 x 2 x 2 cells has memory in it that is not set
-    cells = 32 if isinstance(task.net.embed, ConvStem) else 4
-    images = torch.randn(2, 1, *[cells] * task.net.dims)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = task.training_step((images, torch.arange(2), torch.arange(2)), 0)
-    loss.backward()
-    optimizer.step()
-    assert loss.ndim == 0 and loss.isfinite()
-    after = list(task.net.parameters())
-    assert all(value.isfinite().all() for value in after)
-    moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-    assert sum(moved) > 0.9 * len(moved)
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_config_takes_one_step(config, tmp_path):
-    cli, read = build(config, tmp_path), yaml.safe_load(config.read_text())
-    assert cli.model.lr == read["model"]["lr"] and type(cli.datamodule) is ImageData
-    assert cli.trainer.precision == "bf16-mixed"
-    assert len(cli.datamodule.classes) == cli.model.net.num_classes
-    one_step(cli.model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_config_agrees_with_its_data(config, tmp_path):
-    cli = build(config, tmp_path)
-    data = cli.datamodule
-    data.root = ROOT / data.root
-    if not data.root.exists():
-        pytest.skip(f"no data at {data.root}")
-    data.setup("fit")
-    cli.model._trainer = SimpleNamespace(datamodule=data)
-    cli.model.setup("fit")
-    steps = len(data.train_dataloader()) * cli.trainer.max_epochs
-    words = " ".join(config.read_text().replace("\n# ", " ").split("\n")[0].split())
-    assert f" {steps} steps" in words
-
-
-@pytest.mark.parametrize("row", ["Identity", "SoftmaxAttention", "LightNetAttention"])
-def test_config_with_another_mixer(row, tmp_path):
-    value = json.dumps({"class_path": f"ndlightnet.nn.mixers.{row}", "init_args": {}})
-    task = build(CONFIGS[1], tmp_path, f"--model.net.init_args.mixer={value}").model
-    assert {type(block.mixer).__name__ for block in task.net.blocks} == {row}
-    one_step(task)
-
-
-def test_without_a_datamodule(tmp_path):
-    trainer = lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    with pytest.raises(DataError, match="expected a datamodule"):
-        trainer.fit(ImageTask(NDLightNet(2, 1, 3, patch_size=2, embed_dim=8, depth=1)), [0])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ndlightnet.training.classification.metrics import scores
-from ndlightnet.training.classification.task import ClassificationTask
+from ndlightnet.training.classification.classification_task import ClassificationTask
+from ndlightnet.training.classification.scores import scores
 
 
 def test_scores_by_hand():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ndlightnet.training.classification.curves import class_areas, reliability, save_curves
-from ndlightnet.training.classification.metrics import BINS, scores
-from ndlightnet.training.classification.page import write_page, write_table
+from ndlightnet.training.classification.answer_figures import class_areas, reliability, save_curves
+from ndlightnet.training.classification.answer_page import write_page, write_table
+from ndlightnet.training.classification.scores import BINS, scores
 
 NAMES = ("a & b", "<c>", "=d")
 

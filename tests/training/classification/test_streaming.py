@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -18,7 +19,8 @@ from ndlightnet.data.video.video_files import load_video
 from ndlightnet.data.video.video_stream import VideoStream
 from ndlightnet.data.video.video_transforms import Framing, eval_clips
 from ndlightnet.inference import predict_clips
-from ndlightnet.training import VideoTask
+from ndlightnet.training import VideoData, VideoTask
+from ndlightnet.training.core.cli import task_cli
 
 from ...data.video.made_videos import write_film
 
@@ -222,33 +224,26 @@ def test_a_mixer_that_cannot_go_frame_by_frame(classify, clip, tmp_path):
     refused(stream(classify, clip, checkpoint, mixer), "SoftmaxAttention has no method advance")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["Identity", "LightNetAttention"])
-def test_other_mixers_are_streamed(classify, clip, tmp_path, mixer):
-    given = f"--model.net.init_args.mixer=ndlightnet.nn.mixers.{mixer}"
-    done = stream(classify, clip, fit(classify, tmp_path / "run", given, CAUSAL), given)
-    assert (done.status, len(done.out.splitlines())) == (0, FRAMES + 1)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "given, causal",
+    "options, causal",
     [
         ([], False),
         ([CAUSAL], True),
         (["--model.causal=false"], False),
-        (["--model.net.init_args.causal=true"], True),
-        (["--model.net.init_args.causal=true", CAUSAL], True),
-        (["--model.net.init_args.causal=true", "--model.causal=false"], False),
+        (["--model.net.causal=true"], True),
+        (["--model.net.causal=true", CAUSAL], True),
+        (["--model.net.causal=true", "--model.causal=false"], False),
     ],
 )
-def test_causal_reaches_the_network(classify, tmp_path, monkeypatch, given, causal):
-    found = []
-    monkeypatch.setattr(VideoTask, "setup", lambda task, stage: found.append(task.net.causal))
-    monkeypatch.setattr(VideoTask, "training_step", lambda task, *_: task.net.head.bias.sum())
-    fit(classify, tmp_path, *given)
-    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
-    assert found == [causal] == [saved["causal"]]
+def test_causal_reaches_the_network(options, causal):
+    net = [f"--model.net={value}" for value in ("ndlightnet.NDLightNet",)]
+    net += ["--model.net.dims=3", "--model.net.num_classes=6", "--model.net.embed_dim=8", "--model.net.depth=1"]
+    data = ["--data=VideoData", "--data.root=x"]
+    task = task_cli(VideoTask, VideoData, [*net, *data, *options], run=False).model
+    checkpoint: dict = {}
+    task._trainer = SimpleNamespace(datamodule=VideoData("x"))
+    task.on_save_checkpoint(checkpoint)
+    assert task.net.causal == task.causal == checkpoint["causal"] == causal
 
 
 @pytest.mark.slow

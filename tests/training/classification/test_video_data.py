@@ -23,7 +23,8 @@ from ndlightnet.data.video.video_transforms import Framing, eval_clips, frame_di
 from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoData, VideoTask
 from ndlightnet.training.classification.video_data import OpenedVideos
-from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.data_module import training_loader
+from tests.training.conftest import set_up
 
 from ...data.video.made_videos import encode, write_film
 
@@ -125,11 +126,10 @@ def test_a_class_without_a_video_to_train_with(root):
     [
         ({"frames": 0}, "data.frames: 0, expected 1 or more"),
         ({"frames": 1, "pixels": "both"}, "data.pixels: both, expected rgb with data.frames=1"),
-        ({"crops": 2}, "data.crops: 2, expected 1 or 3"),
-        ({"crops": 3, "crop_mode": "squash"}, "data.crops: 3, expected 1 with crop_mode=squash"),
         ({"scale": (0.0, 1.0)}, r"data.scale: \(0.0, 1.0\), expected two fractions above 0"),
         ({"grayscale": 1.5}, "data.grayscale: 1.5, expected a fraction from 0 to 1"),
-        ({"mixup": -1.0}, "data.mixup: -1.0, expected 0 or more"),
+        ({"batch_size": 0}, "data.batch_size: 0, expected 1 or more"),
+        ({"workers": -1}, "data.workers: -1, expected 0 or more processes"),
         ({"folds": 1}, "data.folds: 1, expected 2 or more"),
         ({"folds": 3, "fold": 3}, "data.fold: 3, expected 0 to 2"),
         ({"test_on": "fold"}, "data.test_on: fold, expected test without data.fold"),
@@ -174,47 +174,6 @@ class Trainer:
         self.datamodule = data
         self.fit_loop = self.epoch_loop = self
         self.total_batch_idx = batch - 1
-
-
-@pytest.mark.parametrize("mix", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
-def test_mixed_batches_follow_from_the_seed_and_the_number(root, mix):
-    data = made(root, validation=0, **mix)
-    torch.manual_seed(0)
-    data.setup("fit")
-    clips, labels = torch.randn(4, 3, 4, 16, 16), torch.tensor([0, 1, 1, 0])
-    batch = [clips, labels, torch.arange(4), [""] * 4]
-
-    def at(number):
-        data.trainer = Trainer(data, number)
-        state = torch.get_rng_state()
-        mixed, soft, numbers = data.on_after_batch_transfer(batch, 0)
-        assert torch.equal(state, torch.get_rng_state()) and numbers is batch[2]
-        assert type(mixed) is torch.Tensor and mixed.shape == clips.shape
-        torch.testing.assert_close(soft.sum(1), torch.ones(4))
-        return mixed, soft
-
-    (one, soft), (again, same), (two, other) = at(3), at(3), at(4)
-    assert torch.equal(one, again) and torch.equal(soft, same)
-    assert not torch.equal(one, two) and not torch.equal(soft, other)
-    # each clip is mixed with the one before, all of its frames alike: of clip 1, class 1, a part
-    # comes from clip 0, class 0
-    lam = soft[1, 0]
-    if mix == {"mixup": 0.8}:
-        torch.testing.assert_close(one[1], (1 - lam) * clips[1] + lam * clips[0])
-    if mix == {"cutmix": 1.0}:
-        kept = (one == clips).all(1)  # (batch, frames, height, width)
-        assert torch.equal(kept, kept[:, :1].expand_as(kept))
-        assert kept[1, 0].float().mean() == pytest.approx(1 - lam.item(), abs=1e-6)
-
-
-def test_validation_is_never_mixed(root):
-    data = made(root, mixup=1.0, validation=0.2)
-    data.setup("fit")
-    data.trainer = Trainer(data)
-    data.trainer.training = False
-    batch = next(iter(data.val_dataloader()))
-    clips, labels, numbers = data.on_after_batch_transfer(batch, 0)
-    assert clips is batch[0] and labels.dtype == torch.int64 and numbers.tolist() == [0, 1, 2]
 
 
 def test_a_video_that_training_cannot_read_is_told_once(root, tmp_path, capsys):
@@ -320,13 +279,13 @@ def test_a_task_gives_networks_what_the_data_say(root, pixels):
     assert task.example_inputs()[0].shape == (4, data.channels, 4, 16, 16)
 
 
-def test_a_network_of_other_channels(root):
-    data = made(root, pixels="both")
-    data.setup("fit")
-    task = VideoTask(Means(3))
-    task._trainer = Trainer(data)
-    with pytest.raises(DataError, match="in_chans=3: clips have 6 channels with "):
-        task.setup("fit")
+def test_a_network_of_other_channels_or_classes(root):
+    with pytest.raises(DataError, match="expected a network with in_chans=6, got 3"):
+        set_up(VideoTask(Means(3)), made(root, pixels="both"))
+    net = Means(3)
+    net.num_classes = 7
+    with pytest.raises(DataError, match=f"{root}: expected a network with num_classes=2, got 7"):
+        set_up(VideoTask(net), made(root))
 
 
 RUN = (
@@ -345,7 +304,6 @@ def trained(classify, root, tmp_path_factory) -> Path:
         f"--trainer.default_root_dir={out}",
         f"--data.init_args.root={root}",
         "--model.causal=true",
-        "--data.init_args.mixup=0.5",
         "--trainer.max_epochs=3",
     )
     assert (done.status, done.errors) == (0, [])
@@ -375,15 +333,3 @@ def test_a_stream_sees_the_differences_that_training_saw(trained, classify, root
     expected = predict_clips(net.eval(), frame_differences(clip))[0]
     found = torch.tensor([float(rows[-1][name]) for name in ("calm", "fight")])
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
-
-
-def test_folds_through_the_command_line(classify, root, tmp_path):
-    fold = ("--data.init_args.folds=4", "--data.init_args.fold=1")
-    common = (*RUN, *fold, f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={root}")
-    done = classify("fit", *common)
-    assert (done.status, done.errors) == (0, [])
-    done = classify(
-        "test", *common, "--data.init_args.test_on=fold", f"--ckpt_path={tmp_path}/fold_1/checkpoints/last.ckpt"
-    )
-    assert (done.status, done.errors) == (0, [])
-    assert "over 3 videos" in done.out  # of 10 and 4: 2 and 1

@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -14,8 +13,7 @@ import torch
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.made.digits import MOTIONS
-from ndlightnet.training import VideoData, VideoTask
-from ndlightnet.training import run as run_task
+from ndlightnet.training import VideoTask
 
 
 @pytest.fixture(scope="module")
@@ -151,20 +149,6 @@ def test_predict_agrees_with_test(run, classify, digits, tmp_path):
     np.testing.assert_array_equal(matrix, metrics["confusion"])
 
 
-def test_without_validation_the_last_checkpoint_counts(run, classify, digits, tmp_path):
-    done = classify(
-        "fit",
-        *DIGITS,
-        f"--trainer.default_root_dir={tmp_path}",
-        f"--data.init_args.root={digits}",
-        "--data.init_args.validation=0",
-        "--trainer.max_epochs=2",
-    )
-    assert (done.status, done.errors) == (0, [])
-    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
-    assert saved["global_step"] == 6  # all 12 clips, twice
-
-
 @pytest.mark.parametrize("validation", [0.5, 0])
 def test_a_run_that_breaks_off_leaves_its_last_epoch(run, classify, digits, tmp_path, monkeypatch, validation):
     def step(task, *_):
@@ -184,72 +168,3 @@ def test_a_run_that_breaks_off_leaves_its_last_epoch(run, classify, digits, tmp_
     assert (done.status, done.errors) == (1, ["error: gone"])
     saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["global_step"] == 2 * (3 if validation == 0 else 1)
-
-
-@pytest.mark.parametrize("classes", [2, 7])
-def test_wrong_number_of_classes(run, classify, digits, tmp_path, classes):
-    done = classify(
-        "fit",
-        f"--trainer.default_root_dir={tmp_path}",
-        f"--data.init_args.root={digits}",
-        f"--model.net.init_args.num_classes={classes}",
-    )
-    assert done.status == 1
-    text = f"error: {digits}: 6 classes, but the network has num_classes={classes}"
-    assert done.errors == [text]
-    assert not list(tmp_path.rglob("*.ckpt"))
-
-
-def test_one_frame_of_the_digits(classify, tmp_path):
-    """A single frame of each clip of configs/digits.yaml."""
-    done = classify(
-        "fit",
-        *DIGITS,
-        f"--trainer.default_root_dir={tmp_path / 'out'}",
-        f"--data.init_args.root={tmp_path / 'data'}",
-        "--data.init_args.frames=1",
-    )
-    assert (done.status, done.errors) == (0, [])
-
-
-def test_predict_with_the_class_for_folders(run, classify, digits, tmp_path):
-    """MovingDigits trained, VideoData predicts (the digits are read like any folder)."""
-    done = classify(
-        "predict",
-        f"--trainer.default_root_dir={tmp_path}",
-        f"--data.init_args.root={digits}",
-        f"--data.init_args.input={digits}/test/up",
-        f"--ckpt_path={run}/checkpoints/last.ckpt",
-    )
-    assert (done.status, done.errors) == (0, [])
-    assert len(json.loads((tmp_path / "predictions" / "predictions.json").read_text())) == 1
-
-
-@pytest.mark.slow
-def test_without_arguments_it_trains_and_tests_on_the_default(run, digits, tmp_path, monkeypatch):
-    """What `python tasks/video_cls.py` does."""
-    config = {
-        "trainer": {"accelerator": "cpu", "max_epochs": 1, "default_root_dir": str(tmp_path)},
-        "model": {
-            "net": {
-                "class_path": "ndlightnet.NDLightNet",
-                "init_args": {"dims": 3, "num_classes": 6, "embed_dim": 16, "depth": 1},
-            }
-        },
-        "data": {
-            "class_path": "ndlightnet.training.MovingDigits",
-            "init_args": {
-                "root": str(digits),
-                "videos": [12, 6],
-                "frames": 4,
-                "size": 24,
-                "validation": 0.5,
-                "workers": 0,
-            },
-        },
-    }
-    (tmp_path / "default.yaml").write_text(json.dumps(config))
-    monkeypatch.setattr(sys, "argv", ["video_cls.py"])
-    assert run_task(VideoTask, VideoData, tmp_path / "default.yaml") == 0
-    assert json.loads((tmp_path / "metrics.json").read_text())["videos"] == 6
-    assert (tmp_path / "checkpoints" / "best.ckpt").is_file()

@@ -1,17 +1,12 @@
 """Volumes in folders, from files to a CSV; averaged weights, augmentation, mirrored answers."""
 
 import csv
-import io
 import json
 import os
-import shutil
-import sys
+import re
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import lightning
 import nibabel
@@ -25,7 +20,9 @@ from ndlightnet.data.errors import DataError, printable
 from ndlightnet.data.volume.augment import Augment
 from ndlightnet.data.volume.class_folders import read_volume
 from ndlightnet.data.volume.file_grid import Case
-from ndlightnet.training import AveragedWeights, ImageData, ImageTask, VolumeFolders, run
+from ndlightnet.training import AveragedWeights, ImageData, ImageTask, VolumeFolders
+from tests.training.conftest import Done, set_up
+from tests.training.conftest import launch as command_line
 from tests.training.hospital import claim, raw_header
 
 TINY = """
@@ -76,24 +73,9 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def launch(folder: Path, command: str, *arguments: object) -> SimpleNamespace:
-    (folder / "tiny.yaml").write_text(TINY)
-    out, err = io.StringIO(), io.StringIO()
-    argv = [
-        "volume_cls.py",
-        command,
-        "--config",
-        str(folder / "tiny.yaml"),
-        f"--trainer.default_root_dir={folder}",
-        *map(str, arguments),
-    ]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", argv)
-        status = run(ImageTask, ImageData, Path("no default"))
-    errors, notes = (
-        [line for line in err.getvalue().splitlines() if line.startswith(f"{kind}: ")] for kind in ("error", "note")
-    )
-    return SimpleNamespace(status=status, out=out.getvalue(), errors=errors, notes=notes)
+def launch(folder: Path, command: str, *arguments: object) -> Done:
+    root = f"--trainer.default_root_dir={folder}"
+    return command_line(ImageTask, ImageData, TINY, folder / "given", command, root, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -178,18 +160,6 @@ def test_names_and_headers_end_nothing(trained: Path, tmp_path: Path) -> None:
     assert done.status == 1 and len(done.errors) == 3
 
 
-@pytest.mark.slow
-def test_training_says_what_it_leaves_out(scans: Path, tmp_path: Path) -> None:
-    root = tmp_path / "scans"
-    shutil.copytree(scans, root)
-    for name in ("a.png", "b.txt"):
-        (root / "train" / "large" / name).write_bytes(b"")
-    done = launch(tmp_path, "fit", f"--data.root={root}", "--trainer.max_epochs=1")
-    assert (done.status, done.errors) == (0, [])
-    assert len(done.notes) == 1
-    assert done.notes[0].startswith(f"note: {root}/train/large: 2 entries are left out: a.png, b")
-
-
 def test_what_a_checkpoint_keeps(trained: Path, scans: Path) -> None:
     _, saved = network(trained)
     assert saved["names"]["classes"] == ["large", "small"]
@@ -200,24 +170,38 @@ def test_what_a_checkpoint_keeps(trained: Path, scans: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "text"),
+    ("options", "mirror", "text"),
     [
-        ("fit", ["--data.size=[8, 8]"], "data.size=[8, 8]: expected three numbers"),
-        ("fit", ["--data.spacing=[1, 0, 1]"], "data.spacing=[1.0, 0.0, 1.0]: expected three"),
-        ("fit", ["--data.init_args.classes=[x, y]"], "classes=['x', 'y'], has ['large', 'small']"),
-        ("fit", ["--model.mirror=[3]"], "model.mirror=(3,): axes are 0 to 2"),
-        ("fit", ["--data.init_args.shift=2"], "shift=2, flips=(): with augment"),
-        ("fit", ["--data.augment.flip_axes=[5]"], "flip_axes=(5,): axes are 0 to 2"),
-        ("predict", [], "data.input: expected a file or a folder"),
-        ("predict", ["--data.input=FILE"], "--ckpt_path: predict expects the checkpoint"),
+        ({"size": [8, 8]}, (), "data.size=[8, 8]: expected three numbers"),
+        ({"spacing": [1, 0, 1]}, (), "data.spacing=[1, 0, 1]: expected three"),
+        ({"classes": ["x", "y"]}, (), "classes=['x', 'y'], has ['large', 'small']"),
+        ({}, (3,), "model.mirror=(3,): axes are 0 to 2"),
+        ({"shift": 2, "augment": Augment()}, (), "shift=2, flips=(): with augment"),
     ],
 )
-def test_what_does_not_fit(scans: Path, tmp_path: Path, command: str, arguments: list[str], text: str) -> None:
-    file = str(scans / "test" / "small" / "0.nii.gz")
-    more = [argument.replace("FILE", file) for argument in arguments]
-    done = launch(tmp_path, command, f"--data.root={scans}", *more)
-    assert done.status == 1 and len(done.errors) == 1 and text in done.errors[0], done.errors
-    assert not list(tmp_path.rglob("*.ckpt"))
+def test_what_does_not_fit(scans: Path, options: dict, mirror: tuple[int, ...], text: str) -> None:
+    net = NDLightNet(3, 1, 2, patch_size=2, embed_dim=8, depth=1)
+    with pytest.raises(DataError, match=re.escape(text)):
+        set_up(ImageTask(net, mirror=mirror), VolumeFolders(str(scans), **{"size": [8, 7, 6]} | options))
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [(None, "data.input: expected a file or a folder"), ("x", "--ckpt_path: predict expects the checkpoint")],
+)
+def test_predict_without_input_or_checkpoint(path: str | None, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        VolumeFolders("gone", [8, 7, 6], input=path).predict_dataloader()
+
+
+def test_training_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for part, name in product(("train", "test"), "ab"):
+        save(tmp_path / part / name / "0.nii.gz", 9, 0)
+    for name in ("a.png", "b.txt"):
+        (tmp_path / "train" / "a" / name).write_bytes(b"")
+    VolumeFolders(str(tmp_path), [4, 4, 4], validation=0.0).setup("fit")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"note: {tmp_path}/train/a: 2 entries are left out: a.png, b")
 
 
 def test_a_damaged_training_file(scans: Path, tmp_path: Path) -> None:
@@ -303,20 +287,3 @@ def test_augmented_batches_and_a_test_by_the_same_trainer(
 def test_predict_without_a_place_for_input(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone.npz: predict reads files, with ImageFolders or VolumeFolders"):
         ImageData(str(tmp_path / "gone.npz")).predict_dataloader()
-
-
-def test_the_average_is_an_exponential_one() -> None:
-    """By hand, from the weights after each of three steps; the first is taken as it is."""
-    net, callback, trainer = lightning.LightningModule(), AveragedWeights(decay=0.75), Mock()
-    net.weight = torch.nn.Parameter(torch.zeros(1, 2))
-    callback.setup(trainer, net, "fit")
-    expected = None
-    for step in range(1, 4):
-        with torch.no_grad():
-            net.weight.add_(torch.randn(1, 2))
-        trainer.global_step = step
-        callback.on_train_batch_end(trainer, net, None, None, step)
-        now = net.weight.detach().clone()
-        expected = now if expected is None else 0.75 * expected + 0.25 * now
-    callback.on_validation_epoch_start(trainer, net)
-    torch.testing.assert_close(net.weight.detach(), expected)

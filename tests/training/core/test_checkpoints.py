@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,29 +86,6 @@ def test_a_fit_clears_what_a_killed_one_has_left(segment, decathlon, tmp_path):
     )
     assert done.status == 0
     assert {path.name for path in folder.iterdir()} == {"best.ckpt", "last.ckpt", drafts[1].name}
-
-
-class Renamed(torch.nn.Linear):
-    """Its weight was called `matrix` in checkpoints of before."""
-
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
-        if f"{prefix}matrix" in state_dict:
-            state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}matrix")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-def test_a_checkpoint_with_names_of_before_is_taken(tmp_path):
-    task, data = ImageTask(Renamed(3, 2)), SimpleNamespace(names=dict)
-    state, path = {"net.bias": torch.zeros(2)}, tmp_path / "x.ckpt"
-    for key, shape, good in (
-        ("matrix", (2, 3), True),
-        ("weight", (2, 3), True),
-        ("matrix", (2, 4), False),
-        ("tensor", (2, 3), False),
-    ):
-        torch.save({"state_dict": {**state, f"net.{key}": torch.zeros(shape)}, "names": {}}, path)
-        with nullcontext() if good else pytest.raises(DataError, match="of another network: net"):
-            check_checkpoint(str(path), task, data)
 
 
 @pytest.mark.filterwarnings("error")

@@ -1,7 +1,6 @@
-"""What stays on the screen, and what YAML of before may say."""
+"""What stays on the screen."""
 
 import logging
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from ndlightnet import training
 from ndlightnet.__main__ import door
 from ndlightnet.training.core import cli
 from ndlightnet.training.core.cli import quiet
@@ -85,29 +83,6 @@ def test_a_run_says_what_it_trains_and_what_came_out(told, tmp_path, capsys, mon
     assert len(out.splitlines()) == 1 and out.startswith("bits per byte ") and told == []
     assert door("text_lm", ["test", *given]) == 0  # of random weights, which is told
     assert capsys.readouterr().err == ("note: --ckpt_path: test got none and measures the network as it was built\n")
-
-
-# as the configs of before this layout of folders say it
-BEFORE = (
-    "averaging.AveragedWeights",
-    "images.ImageData",
-    "text.TextData",
-    "forecasting.SeriesData",
-    "volume_folders.VolumeFolders",
-    "videos.MovingDigits",
-    "signals.SignalData",
-)
-
-
-@pytest.mark.parametrize("name", BEFORE)
-def test_names_of_before_in_yaml(name):
-    from jsonargparse._util import import_object  # what reads a class_path
-
-    found = import_object(f"ndlightnet.training.{name}")
-    assert found is getattr(training, name.rsplit(".")[-1])
-    assert "ndlightnet.training.images" not in sys.modules
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = training.nothing
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -24,7 +24,7 @@ from ndlightnet.training.core.costs import (
     training_costs,
 )
 from ndlightnet.training.core.task import Task
-from ndlightnet.training.peers import DynUNet, SegResNet
+from ndlightnet.training.peers import SegResNet
 
 SPACE = (9, 14, 11)
 
@@ -47,9 +47,7 @@ def test_softmax_attention_has_its_square():
 
 NETS = {
     "LightNet": lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1], deep_supervision=True),
-    "TNL": lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1], mixer=mixers.TNL),
     "WindowAttention": lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1], mixer=mixers.WindowAttention),
-    "DynUNet": lambda: DynUNet(3, 1, 2, strides=[2, [1, 2, 2]]),
     "SegResNet": lambda: SegResNet(3, 1, 2, init_filters=8),
 }
 
@@ -172,17 +170,12 @@ def test_without_a_training_and_a_card():
 
 
 def test_checkpoints_keep_the_cost(monkeypatch, tmp_path):
-    """Also those of before, which held a pair of each epoch, in whatever number."""
     monitor, other = trained(monkeypatch, "epoch", [(8.0, 5), (2.0, 6)], 2), CostMonitor("epoch")
     saved: dict[str, object] = {}
     monitor.on_save_checkpoint(None, None, saved)
-    for content in (saved, {"cost": [(2.0, 5), (0.5, 6)]}, {"cost": [(2.0, 6)]}, {"cost": []}):
-        torch.save(content, tmp_path / "x.ckpt")
-        other.on_load_checkpoint(None, None, torch.load(tmp_path / "x.ckpt", weights_only=True))
-        found = (other.seconds, other.peak)
-        known = {0: ([], 0), 1: ([2.0], 6)}.get(len(content["cost"]), ([2.0, 0.5], 6))
-        assert found == known
-        assert other.throughput == (monitor.throughput if content is saved else [])
+    torch.save(saved, tmp_path / "x.ckpt")
+    other.on_load_checkpoint(None, None, torch.load(tmp_path / "x.ckpt", weights_only=True))
+    assert (other.seconds, other.peak, other.throughput) == ([2.0, 0.5], 6, monitor.throughput)
 
 
 def test_samples_a_second_without_the_validations(monkeypatch):

@@ -8,11 +8,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from ndlightnet.training.classification.page import write_page
-from ndlightnet.training.core import fonts
-from ndlightnet.training.core.fonts import characters, figure_names, page_names
-from ndlightnet.training.core.report import plain_text
+from ndlightnet.training.classification.answer_page import write_page
 from ndlightnet.training.core.task import Task
+from ndlightnet.training.report import figures
+from ndlightnet.training.report.figures import characters, figure_names, page_names, plain_text
 
 NAMES = ["cat", "猫", "собака", "قطة", "狗 $x$"]
 
@@ -22,7 +21,7 @@ def installed(monkeypatch):
     """installed("NAME", ...): fonts beside the default one; returns the characters of each."""
 
     def replace(*names):
-        monkeypatch.setattr(fonts, "FONTS", names)
+        monkeypatch.setattr(figures, "FONTS", names)
         characters.cache_clear()
         return characters()
 

@@ -20,7 +20,7 @@ from ndlightnet.data.sampling import SeededSampler, replica, share_samples
 from ndlightnet.inference import OutOfCore
 from ndlightnet.layout import Exchange, Shard
 from ndlightnet.training import ImageTask, SegmentationTask, TextTask
-from ndlightnet.training.segmentation.parts import dice_ce_of_slabs
+from ndlightnet.training.segmentation.slab_loss import dice_ce_of_slabs
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.training.classification.pictures import save_strips
-from ndlightnet.training.core import report
-from ndlightnet.training.core.report import check_writable, write_json
+from ndlightnet.training.classification.answer_figures import save_strips
+from ndlightnet.training.report import results
+from ndlightnet.training.report.results import check_writable, write_json
 
 
 def test_json_holds_null_for_what_is_not_a_finite_number(tmp_path):
@@ -56,7 +56,7 @@ def test_a_failing_write_leaves_everything_as_it_was(tmp_path, monkeypatch, exis
         def refuse(*_):
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(report.os, "replace", refuse)
+        monkeypatch.setattr(results.os, "replace", refuse)
     with pytest.raises(error) as caught:
         write_json(path, content)
     if error is DataError:

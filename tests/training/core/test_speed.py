@@ -10,7 +10,7 @@ from torch import nn
 from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.models import Forecaster
 from ndlightnet.nn import Block
-from ndlightnet.training import ForecastTask, ImageTask, SegmentationTask, SignalTask, TextTask, VideoData, VideoTask
+from ndlightnet.training import ForecastTask, ImageTask, SegmentationTask, VideoData
 from ndlightnet.training.core import speed
 
 LABELS, NUMBERS = torch.tensor([0, 2]), torch.arange(2)
@@ -24,25 +24,10 @@ KINDS = {
         lambda: NDLightNet(2, 1, 3, patch_size=2, drop_rate=0.3, **SMALL),
         lambda: (torch.randn(2, 1, 4, 6), LABELS, NUMBERS),
     ),
-    "video": (
-        VideoTask,
-        lambda: NDLightNet(3, 3, 3, patch_size=2, causal=True, **SMALL),
-        lambda: (torch.randn(2, 3, 4, 4, 6), LABELS, NUMBERS),
-    ),
-    "signal": (
-        SignalTask,
-        lambda: NDLightNet(1, 2, 3, patch_size=1, **SMALL),
-        lambda: (torch.randn(2, 2, 7), torch.arange(7) < torch.tensor([[7], [5]]), LABELS, NUMBERS),
-    ),
     "segmentation": (
         SegmentationTask,
         lambda: NDLightUNet(3, 1, 3, widths=[2, 4], depths=[0, 1], convs=[1, 1]),
         lambda: (torch.randn(2, 1, 4, 4, 4), torch.randint(3, (2, 1, 4, 4, 4)), NUMBERS),
-    ),
-    "text": (
-        TextTask,
-        lambda: NDLightNet(1, vocab_size=256, causal=True, **SMALL),
-        lambda: torch.randint(256, (2, 9), dtype=torch.uint8),
     ),
     "forecast": (
         ForecastTask,

@@ -10,7 +10,7 @@ from torch import nn
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import SegmentationTask, SignalTask, VideoTask
 from ndlightnet.training.core.task import Task
-from ndlightnet.training.segmentation.data import VolumeData
+from ndlightnet.training.segmentation.volume_data import VolumeData
 
 
 def test_results_of_two_processes_are_joined_and_counted_once(monkeypatch):

@@ -1,9 +1,7 @@
 """Forecasts: scaling and windows of the data module, fit, test and predict, errors, the config."""
 
-import io
 import json
-import sys
-from contextlib import redirect_stderr, redirect_stdout
+import re
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +14,9 @@ import torch
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.series.hourly_series import Series, read_series, write_series
 from ndlightnet.models.forecaster import Forecaster
-from ndlightnet.training import TaskCLI, run
-from ndlightnet.training.core.optim import adamw_with_cosine
-from ndlightnet.training.forecasting import ForecastTask, SeriesData
+from ndlightnet.training import ForecastTask, SeriesData
+from tests.training.conftest import launch, set_up
 
-ROOT = Path(__file__).parents[3]
 START, HOUR = datetime(2020, 1, 1, 5), timedelta(hours=1)
 SPLIT = (500, 600, 720)
 CONFIG = """
@@ -53,7 +49,6 @@ def days(rows: int = 750) -> Series:
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("series")
     write_series(folder / "hours.csv", days())
-    (folder / "config.yaml").write_text(CONFIG)
     return folder
 
 
@@ -61,16 +56,11 @@ def folder(tmp_path_factory) -> Path:
 def forecast(folder):
     """forecast("fit", "--option=..."): the task on the tiny config -> (status, output, errors)."""
 
-    def launch(command: str, *arguments: object):
-        argv = ["task.py", command, "--config", f"{folder}/config.yaml", *map(str, arguments)]
-        out, err = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-            patch.setattr(sys, "argv", argv)
-            status = run(ForecastTask, SeriesData, Path("no default"))
-        lines = err.getvalue().splitlines()
-        return status, out.getvalue(), [line for line in lines if line.startswith("error: ")]
+    def start(*arguments: object):
+        done = launch(ForecastTask, SeriesData, CONFIG, folder, *arguments)
+        return done.status, done.out, done.errors
 
-    return launch
+    return start
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +71,7 @@ def trained(folder, forecast, tmp_path_factory) -> Path:
     assert forecast("fit", *common)[::2] == (0, [])
     status, said, failed = forecast("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
     assert (status, failed) == (0, []) and "over 91 windows" in said
+    assert matplotlib.image.imread(out / "test_windows.png").std() > 0.05
     return out
 
 
@@ -91,10 +82,13 @@ def net_of(checkpoint: Path) -> Forecaster:
     return net
 
 
+def series_data(folder: Path, **options) -> SeriesData:
+    small = {"file": "hours.csv", "input_length": 48, "horizon": 30, "split": SPLIT, "workers": 0}
+    return SeriesData(str(folder), **small | options)
+
+
 def opened(folder: Path, **options) -> SeriesData:
-    data = SeriesData(
-        str(folder), **{"file": "hours.csv", "input_length": 48, "horizon": 30, "split": SPLIT, "workers": 0, **options}
-    )
+    data = series_data(folder, **options)
     data.setup("fit")
     return data
 
@@ -186,11 +180,6 @@ def test_the_best_checkpoint_is_that_of_the_least_error(trained, folder):
         assert -float(score) == pytest.approx((net(values, times) - target).square().mean().item(), rel=1e-4)
 
 
-def test_pictures(trained):
-    picture = matplotlib.image.imread(trained / "test_windows.png")
-    assert min(picture.shape[:2]) > 300 and picture.std() > 0.05
-
-
 def test_predict(trained, folder, forecast, tmp_path, close):
     """In the file's units, of the hours after its end, without the training data; columns may come
     in another order, beside others."""
@@ -221,47 +210,37 @@ def test_predict(trained, folder, forecast, tmp_path, close):
 
 
 @pytest.mark.parametrize(
-    "option, text",
+    "options, net, text",
     [
-        ("--data.init_args.file=gone.csv", "{root}/gone.csv: no such file"),
-        ("--data.init_args.columns=[XX]", "{root}/hours.csv: has no column XX"),
-        ("--data.init_args.columns=[OT]", "{root}/hours.csv: expected a network with in_chans=1"),
-        ("--data.init_args.split=[500,600,800]", "{root}/hours.csv: 750 rows, expected 800"),
-        ("--data.init_args.horizon=101", "{root}/hours.csv: split=(500, 600, 720) has no room"),
-        ("--model.net.init_args.label_length=49", "input_length=48: shorter than"),
-        ("--model.net.init_args.period=49", "input_length=48: shorter than the network's period=49"),
-        ("--data.init_args.input_length=23", "input_length=23, horizon=30: expected a day"),
+        ({"file": "gone.csv"}, {}, "{root}/gone.csv: no such file"),
+        ({"columns": ["XX"]}, {}, "{root}/hours.csv: has no column XX"),
+        ({"columns": ["OT"]}, {}, "{root}: expected a network with in_chans=1, got 2"),
+        ({"split": (500, 600, 800)}, {}, "{root}/hours.csv: 750 rows, expected 800"),
+        ({"horizon": 101}, {}, "{root}/hours.csv: split=(500, 600, 720) has no room"),
+        ({}, {"label_length": 49}, "input_length=48: shorter than"),
+        ({}, {"period": 49}, "input_length=48: shorter than the network's period=49"),
+        ({"input_length": 23}, {}, "input_length=23, horizon=30: expected a day"),
     ],
 )
-def test_what_does_not_fit_the_data(forecast, folder, tmp_path, option, text):
-    status, _, failed = forecast(
-        "fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={folder}", option
-    )
-    assert status == 1 and not list(tmp_path.rglob("*.ckpt")) and len(failed) == 1
-    assert failed[0].startswith("error: " + text.format(root=folder))
+def test_what_does_not_fit_the_data(folder, options, net, text):
+    task = ForecastTask(Forecaster(**{"in_chans": 2, "label_length": 24, "embed_dim": 16} | net))
+    with pytest.raises(DataError, match="^" + re.escape(text.format(root=folder))):
+        set_up(task, series_data(folder, **options))
 
 
-@pytest.mark.slow
-def test_what_predict_needs(forecast, trained, folder, tmp_path):
+def test_what_predict_needs(folder, tmp_path):
     write_series(tmp_path / "short.csv", days(47))
     write_series(tmp_path / "other.csv", Series(("OT",), START, days().values[:, :1]))
-    here, checkpoint = (f"--data.init_args.input={folder}/hours.csv", trained / "checkpoints/last.ckpt")
-    cases = (
-        ((here,), "--ckpt_path: predict expects"),
-        ((f"--ckpt_path={checkpoint}",), "data.input: expected a CSV file"),
-        (
-            (f"--data.init_args.input={tmp_path}/short.csv", f"--ckpt_path={checkpoint}"),
-            f"{tmp_path}/short.csv: 47 rows, expected input_length=48",
-        ),
-        (
-            (f"--data.init_args.input={tmp_path}/other.csv", f"--ckpt_path={checkpoint}"),
-            f"{tmp_path}/other.csv: has no column A",
-        ),
-    )
-    for arguments, text in cases:
-        status, _, failed = forecast("predict", f"--trainer.default_root_dir={tmp_path}/out", *arguments)
-        assert status == 1 and len(failed) == 1 and failed[0].startswith(f"error: {text}")
-        assert not (tmp_path / "out" / "predictions").exists()
+    for name, columns, text in (
+        ("short.csv", (), "--ckpt_path: predict expects"),
+        (None, ("A", "OT"), "data.input: expected a CSV file"),
+        ("short.csv", ("A", "OT"), f"{tmp_path}/short.csv: 47 rows, expected input_length=48"),
+        ("other.csv", ("A", "OT"), f"{tmp_path}/other.csv: has no column A"),
+    ):
+        data = series_data(folder, input=name and str(tmp_path / name))
+        data.set_names({"columns": columns})
+        with pytest.raises(DataError, match=f"^{text}"):
+            data.predict_dataloader()
 
 
 def test_a_checkpoint_of_other_columns(trained, folder, tmp_path):
@@ -270,29 +249,3 @@ def test_a_checkpoint_of_other_columns(trained, folder, tmp_path):
     saved = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
     with pytest.raises(DataError, match=r"OT.*A.*trained on"):
         task.on_load_checkpoint(saved)
-
-
-def test_the_config_takes_one_step(tmp_path, monkeypatch):
-    """With another horizon, said in one place."""
-    monkeypatch.setattr(sys, "argv", ["task.py"])
-    args = [
-        "--config",
-        f"{ROOT}/configs/ett.yaml",
-        "--data.init_args.horizon=40",
-        "--trainer.accelerator=cpu",
-        f"--trainer.default_root_dir={tmp_path}",
-    ]
-    cli = TaskCLI(ForecastTask, SeriesData, subclass_mode_data=True, run=False, args=args)
-    task, data = cli.model.train(), cli.datamodule
-    assert task.net.label_length <= data.input_length and data.horizon == 40
-    task._trainer = SimpleNamespace(estimated_stepping_batches=20)
-    task.log = lambda *_, **__: None
-    optimizer = adamw_with_cosine(task, task.net, task.lr, task.weight_decay)["optimizer"]
-    before = {name: value.detach().clone() for name, value in task.net.named_parameters()}
-    values, target = torch.randn(2, data.input_length, 7), torch.randn(2, 40, 7)
-    loss = task.training_step((values, torch.rand(2, data.input_length + 40, 4), target, 0), 0)
-    assert loss.ndim == 0 and loss.isfinite()
-    loss.backward()
-    optimizer.step()
-    for name, value in task.net.named_parameters():
-        assert not torch.equal(value, before[name]), name

@@ -6,7 +6,7 @@ from torch import nn
 
 from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
-from ndlightnet.training.generation.measures import (
+from ndlightnet.training.generation.fidelity import (
     Features,
     Nearest,
     frechet_distance,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from ndlightnet.training.generation import pictures
-from ndlightnet.training.generation.measures import Neighbour
-from ndlightnet.training.generation.pictures import save_animation, save_nearest, save_sample, save_sheet, view
+from ndlightnet.training.generation import sample_sheets
+from ndlightnet.training.generation.fidelity import Neighbour
+from ndlightnet.training.generation.sample_sheets import save_animation, save_nearest, save_sample, save_sheet, view
 
 
 def cells(*shape: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_rows_of_a_sheet_begin_at_one_place_and_have_one_size(tmp_path):
 
 def test_nearest_samples_tell_their_classes_and_distances(tmp_path, monkeypatch):
     shown, sample = [], torch.zeros(1, 8, 8, dtype=torch.uint8)
-    monkeypatch.setattr(pictures, "save_sheet", lambda path, rows: shown.extend(rows))
+    monkeypatch.setattr(sample_sheets, "save_sheet", lambda path, rows: shown.extend(rows))
     near = [Neighbour(1.25, 0, sample + 1), Neighbour(30.0, 1, sample + 2)]
     for classes in (["cat", "dog"], []):
         save_nearest(tmp_path / "x.png", [(0, sample)], [near], classes)

@@ -1,10 +1,7 @@
 """Generation from the command line: fit, test and predict on tiny data of 1 to 4 axes, on clips
 and on an autoencoder's latents; wrong options in one line."""
 
-import io
 import json
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +16,10 @@ pytest.importorskip("diffusers")
 
 from ndlightnet import NDLightDiT, NDLightNet
 from ndlightnet.data.errors import DataError
-from ndlightnet.training import GenerationTask, HandwrittenDigits, LabelledData, run
+from ndlightnet.training import GenerationTask, HandwrittenDigits, ImageData, LabelledData
 from ndlightnet.training.generation.latents import Latents
+from tests.training.conftest import launch as command_line
+from tests.training.conftest import set_up
 
 TINY = """
 seed_everything: 0
@@ -70,27 +69,12 @@ def bars(folder: Path, space: tuple[int, ...]) -> Path:
     return path
 
 
-def launch(folder: Path, command: str, *arguments: str, config: str = TINY):
+def launch(folder: Path, *arguments: object, config: str = TINY):
     """The exit status, what was printed, and the lines of errors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tiny.yaml").write_text(config)
-    out, err = io.StringIO(), io.StringIO()
-    argv = [
-        "task.py",
-        command,
-        "--config",
-        str(folder / "tiny.yaml"),
-        f"--trainer.default_root_dir={folder}",
-        *arguments,
-    ]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", argv)
-        try:
-            status = run(GenerationTask, LabelledData, Path("no default"))
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-    lines = err.getvalue().splitlines()
-    return status, out.getvalue(), [line for line in lines if line.startswith("error: ")]
+    command, *more = arguments
+    root = f"--trainer.default_root_dir={folder}"
+    done = command_line(GenerationTask, LabelledData, config, folder / "given", command, root, *more)
+    return done.status, done.out, done.errors
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +158,7 @@ def test_classes_and_noise_are_those_that_are_reported(images, tmp_path, monkeyp
 
     losses = [launch(tmp_path / "v", "validate", root, last)[1] for _ in range(2)]
     assert losses[0] == losses[1] and "val_loss" in losses[0]
-    monkeypatch.setattr("ndlightnet.training.generation.task.sample", sample)
+    monkeypatch.setattr("ndlightnet.training.generation.generation_task.sample", sample)
     assert launch(tmp_path, "test", root, last)[::2] == (0, [])
     assert sorted(label for call in calls for label in call) == [0] * 3 + [1] * 3
     metrics = json.loads((tmp_path / "metrics.json").read_text())
@@ -291,7 +275,7 @@ def test_latents_of_an_autoencoder(images, autoencoder, tmp_path):
         assert f"expected a network with in_chans={channels}, got 2" in errors[0]
 
 
-def test_latents_are_drawn_by_the_generator_in_float32(autoencoder):
+def test_latents_are_shifted_then_scaled_and_decoded_the_other_way(autoencoder):
     data = HandwrittenDigits(size=8)
     data.setup("fit")
     codec, x = Latents(data, str(autoencoder)), data.from_pixels(data.train_set.images[:3, None])
@@ -299,12 +283,6 @@ def test_latents_are_drawn_by_the_generator_in_float32(autoencoder):
         first, again = (codec.encode(x, torch.Generator().manual_seed(5)) for _ in range(2))
     assert torch.equal(first, again) and first.dtype == torch.float32
     assert not torch.equal(codec.encode(x), codec.encode(x))
-
-
-def test_latents_are_shifted_then_scaled_and_decoded_the_other_way(autoencoder):
-    data = HandwrittenDigits(size=8)
-    data.setup("fit")
-    codec, x = Latents(data, str(autoencoder)), data.from_pixels(data.train_set.images[:3, None])
     pixels = data.train_set.images[:3, None] / 127.5 - 1
     plain = codec.net.encode(pixels).latent_dist.sample(torch.Generator().manual_seed(5))
     latents = codec.encode(x, torch.Generator().manual_seed(5))
@@ -322,43 +300,46 @@ def test_weights_of_an_autoencoder_that_are_code_are_not_read(autoencoder):
         Latents(None, str(autoencoder))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "command, more, message",
+    "net, options, message",
     [
-        ("fit", ["--model.net.init_args.num_classes=3"], "with num_classes=2, got 3"),
-        ("fit", ["--model.net.init_args.dims=3"], "with dims=2, got 3"),
-        ("fit", ["--model.net.init_args.in_chans=3"], "with in_chans=1, got 3"),
-        ("fit", ["--model.net.init_args.num_classes=0", "--model.guidance=2"], "model.guidance: 2"),
-        ("fit", ["--model.sampling_steps=0"], "model.sampling_steps: 0, expected 1 or more"),
-        ("fit", ["--trainer.precision=bf16-true"], "trainer.precision: bf16-true, expected 32-tru"),
-        ("fit", ["--model.scheduler=DDIM"], "model.scheduler=DDIM: expected one of diffusers"),
-        ("fit", ["--model.autoencoder=nowhere"], "model.autoencoder=nowhere: expected a folder"),
-        ("fit", ["--model.net=ndlightnet.NDLightNet", "--model.net.dims=2"], "model.net: NDLightNe"),
-        ("fit", ["--model.scheduler=LCMScheduler", "--model.sampling_steps=99"], "in 99 steps"),
-        ("fit", ["--model.net.init_args.size=M"], "model.net.size=M: expected 'S', 'B'"),
-        ("fit", ["--model.scheduler=PNDM"], "expected one of diffusers, such as PNDMScheduler"),
-        ("predict", ["--model.size=[4]", "CKPT"], "model.size=[4]: expected an int >= 1 or 2"),
-        ("predict", ["--model.classes=['7']", "CKPT"], "model.classes: 7, expected one of 0, 1"),
-        ("predict", ["--model.net.init_args.num_classes=5", "CKPT"], "of another network"),
-        ("predict", ["--model.scheduler=DDIMScheduler", "CKPT"], "predict flow, as in the traini"),
-        ("predict", [], "--ckpt_path: predict expects the checkpoint of a training, got none"),
+        ({"num_classes": 3}, {}, "with num_classes=2, got 3"),
+        ({"dims": 3}, {}, "with dims=2, got 3"),
+        ({"in_chans": 3}, {}, "with in_chans=1, got 3"),
+        ({"num_classes": 0}, {"guidance": 2}, "model.guidance: 2"),
+        ({}, {"sampling_steps": 0}, "model.sampling_steps: 0, expected 1 or more"),
+        ({}, {"autoencoder": "nowhere"}, "model.autoencoder=nowhere: expected a folder"),
+        ({}, {"scheduler": "LCMScheduler", "sampling_steps": 99}, "in 99 steps"),
+        ({}, {"scheduler": "PNDM"}, "expected one of diffusers, such as PNDMScheduler"),
+        (None, {}, "model.net: NDLightNet, expected a network that takes noisy samples, times"),
     ],
 )
-def test_wrong_options_are_one_line(images, tmp_path, command, more, message):
-    root, out = images
-    last = f"--ckpt_path={out}/checkpoints/last.ckpt"
-    more = [last if one == "CKPT" else one for one in more]
-    status, _, errors = launch(tmp_path, command, root, *more)
-    assert status in (1, 2) and len(errors) == 1 and message in errors[0]
+def test_wrong_options(tmp_path, net, options, message):
+    plain = {"dims": 2, "in_chans": 1, "num_classes": 2, "embed_dim": 16, "depth": 1}
+    network = NDLightNet(2, embed_dim=8, depth=1) if net is None else NDLightDiT(**plain | net)
+    with pytest.raises(DataError, match=message):
+        set_up(GenerationTask(network, **options), ImageData(str(bars(tmp_path, SPACES[2])), batch_size=8))
+
+
+def test_an_autoencoder_takes_images_of_its_sides_only(autoencoder, tmp_path):
+    net = NDLightDiT(3, in_chans=2, num_classes=2, embed_dim=16, depth=1)
+    with pytest.raises(DataError, match="expected images whose sides are multiples of 2"):
+        set_up(GenerationTask(net, autoencoder=str(autoencoder)), ImageData(str(bars(tmp_path, SPACES[3]))))
 
 
 @pytest.mark.slow
-def test_an_autoencoder_takes_images_of_its_channels_only(autoencoder, tmp_path):
-    given = f"--model.autoencoder={autoencoder}"
-    root = f"--data.init_args.root={bars(tmp_path, SPACES[3])}"
-    status, _, errors = launch(tmp_path, "fit", root, given, "--model.net.init_args.dims=3")
-    assert status == 1 and "expected images whose sides are multiples of 2" in errors[0]
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("--model.size=[4]", "model.size=[4]: expected an int >= 1 or 2"),
+        ("--model.classes=['7']", "model.classes: 7, expected one of 0, 1"),
+        ("--model.scheduler=DDIMScheduler", "predict flow, as in the traini"),
+    ],
+)
+def test_what_cannot_be_predicted_is_one_line(images, tmp_path, option, message):
+    root, out = images
+    status, _, errors = launch(tmp_path, "predict", root, option, f"--ckpt_path={out}/checkpoints/last.ckpt")
+    assert status == 1 and len(errors) == 1 and message in errors[0]
 
 
 def test_handwritten_digits_are_the_images_of_scikit_learn():

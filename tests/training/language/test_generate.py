@@ -14,7 +14,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.text.text_files import find_texts
 from ndlightnet.inference import generate as tokens_of
 from ndlightnet.training import TextData, TextTask, run
-from ndlightnet.training.language.generate import generate
+from ndlightnet.training.language.generate_command import generate
 from ndlightnet.training.language.measures import file_bits, token_nll
 
 CONFIG = """

@@ -1,25 +1,24 @@
-"""Language models of bytes: what test counts, streams beside the parallel form, fit and errors."""
+"""Language models of bytes: what test counts, fit and errors."""
 
 import csv
 import json
 import math
-import sys
+import re
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Trainer
 from torch import nn
 
-from ndlightnet import Identity, LightNetAttention, NDLightNet, SoftmaxAttention
-from ndlightnet.training import TaskCLI, TextData, TextTask, run
-from ndlightnet.training.core.optim import adamw_with_cosine
-from ndlightnet.training.language.measures import decode, octaves, token_nll
+from ndlightnet import NDLightNet
+from ndlightnet.data.errors import DataError
+from ndlightnet.training import TextData, TextTask, run
+from ndlightnet.training.language.measures import octaves, token_nll
+from tests.training.conftest import set_up
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "enwik8.yaml"
@@ -71,9 +70,9 @@ def text_file(tmp_path):
     return write
 
 
-def measured(net, tmp_path, file, decode_bytes=0, **options) -> dict:
+def measured(net, tmp_path, file, **options) -> dict:
     """metrics.json of a `test` of a network that nobody trained."""
-    task = TextTask(net, decode_bytes=decode_bytes)
+    task = TextTask(net)
     trainer = Trainer(
         accelerator="cpu",
         logger=False,
@@ -192,91 +191,6 @@ def test_out_of_memory_is_recorded(tmp_path, text_file):
     assert min(picture.shape[:2]) > 300 and picture.std() > 0.05
 
 
-def test_other_errors_are_not_passed_over(tmp_path, text_file):
-    with pytest.raises(RuntimeError, match="wrong"):
-        measured(
-            Large(RuntimeError("wrong")),
-            tmp_path,
-            text_file()[0],
-            fractions=(0.7, 0.1, 0.2),
-            length=8,
-            lengths=(16, 32, 64),
-        )
-
-
-def model(mixer=LightNetAttention) -> NDLightNet:
-    return NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=2, mixer=mixer).eval()
-
-
-@pytest.mark.parametrize("count", [1, 2, 64, 65, 66, 200])
-@pytest.mark.parametrize("mixer", [LightNetAttention, Identity])
-def test_decode_agrees_with_the_parallel_form(mixer, count):
-    net, text = model(mixer), torch.randint(256, (count + 1,), dtype=torch.uint8)
-    found = decode(net, text, 50)
-    with torch.no_grad():
-        scores = net(text[None, :-1].long())[0].double().log_softmax(-1)
-    bits = -scores.gather(1, text[1:, None].long()).mean() / math.log(2)
-    # float32: relative errors of 1e-7 an operation, some hundred of them in a row
-    assert found["bits_per_byte"] == pytest.approx(float(bits), rel=1e-5)
-    assert found["bits_per_byte_at_once"] == pytest.approx(float(bits), rel=1e-5)
-    assert found["bytes"] == count and found["agrees"] and found["memory_allocated"] is None
-    assert found["difference"] <= 2e-5 * float(bits)
-    # float32: MD-TPE's 128 states a channel, the sum of features, of each layer a maximum and a sum
-    # for each channel of keys and a memory of theirs, cos and sin, by those of values, and the
-    # values of two tokens for local mixing; two counts
-    layer = 16 + 16 + 32 * 16 + 2 * 16 if mixer is LightNetAttention else 0
-    assert set(found["state_bytes"]) == {4 * (16 * 128 + 16 + 2 * layer) + 2 * 8}
-
-
-class Growing:
-    """A stream that keeps all it has seen, and uses none of it: each piece stands alone."""
-
-    def __init__(self, net):
-        self.net, self.state = net, ()
-
-    def __call__(self, x):
-        self.state = (*self.state, x)
-        return self.net(x)
-
-
-def test_decode_says_what_is_wrong():
-    net, text = model(), torch.randint(256, (201,), dtype=torch.uint8)
-    net.stream = lambda: Growing(net)
-    nn.init.normal_(net.embed.weight)  # sure of itself, so that what was before matters
-    found = decode(net, text, 50)
-    assert not found["agrees"] and found["difference"] > 0.01
-    assert found["state_bytes"] == [8, 200 * 8]
-
-
-def test_decode_of_a_memory_that_grows():
-    found = decode(model(SoftmaxAttention), torch.zeros(20, dtype=torch.uint8), 5)
-    assert set(found) == {"not_measured"} and "SoftmaxAttention" in found["not_measured"]
-
-
-def test_decode_where_all_at_once_does_not_fit():
-    net = model()
-    net.forward = Large(torch.OutOfMemoryError("full")).forward
-    net.forward(torch.zeros(1, 20, dtype=torch.int64))  # the next one fails
-    found = decode(net, torch.zeros(21, dtype=torch.uint8), 5)
-    assert found["bits_per_byte_at_once"] is None and found["not_measured"] == "full"
-    assert found["bytes"] == 20 and found["bits_per_byte"] > 0 and "agrees" not in found
-
-
-@pytest.mark.slow
-def test_decode_within_test(tmp_path, text_file):
-    file, text = text_file()
-    net = model()
-    metrics = measured(net, tmp_path, file, 150, length=8, lengths=(), fractions=(0.7, 0.1, 0.2))
-    wanted = decode(net, torch.from_numpy(text[800:951]), 8)
-    assert metrics["decode"] == {
-        **wanted,
-        **{
-            key: pytest.approx(wanted[key], abs=1e-5)
-            for key in ("bits_per_byte", "bits_per_byte_at_once", "difference")
-        },
-    }
-
-
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
     """launch("fit", "--data.init_args.root=..."): exit status, output and lines of errors, on the
@@ -285,10 +199,9 @@ def launch(tmp_path, monkeypatch, capsys):
     def start(*arguments, config=TINY, root=""):
         path = tmp_path / "config.yaml"
         path.write_text(config.replace("nowhere", str(root)))
-        more = (arguments[0], "--config", str(path), *arguments[1:]) if arguments else ()
-        monkeypatch.setattr(sys, "argv", ["text_lm.py", *more])
+        more = [arguments[0], "--config", str(path), *arguments[1:]] if arguments else []
         monkeypatch.chdir(tmp_path)
-        status = run(TextTask, TextData, path)
+        status = run(TextTask, TextData, path, None, more)
         out, err = capsys.readouterr()
         return status, out, [line for line in err.splitlines() if line.startswith("error: ")]
 
@@ -315,82 +228,34 @@ def test_a_periodic_text_is_learnt(tmp_path, launch):
     assert "val_bits_per_byte" in logs.splitlines()[0]
     saved = torch.load(tmp_path / "runs" / "checkpoints" / "last.ckpt", weights_only=True)
     assert metrics["parameters"] == sum(v.numel() for k, v in saved["state_dict"].items() if k != "net.head.weight")
-    # a test of its own, of the same checkpoint
+    # a test by itself, of the same checkpoint
     last = f"--ckpt_path={tmp_path}/runs/checkpoints/last.ckpt"
-    status, out, errors = launch("test", last, "--model.decode_bytes=100", root=tmp_path / "text")
-    assert (status, errors) == (0, []) and "decode: {'bytes': 100" in out
-    again = json.loads((tmp_path / "runs" / "metrics.json").read_text())
-    assert again.pop("decode")["agrees"] and again == metrics
+    status, out, errors = launch("test", last, root=tmp_path / "text")
+    assert (status, errors) == (0, [])
+    assert json.loads((tmp_path / "runs" / "metrics.json").read_text()) == metrics
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "options, net, message",
     [
-        (["--data.init_args.root=/gone.xz"], "/gone.xz: no such file"),
-        (["--data.init_args.length=900"], "ROOT: 900 bytes to train on: expected length + 1 = 901"),
-        (["--data.init_args.length=50"], "ROOT: 50 bytes to validate on: expected length + 1 = 51"),
-        ([], "ROOT: 50 bytes to test on, test_bytes=256: expected more than 128 for windows of "),
-        (["--data.init_args.fractions=[0.5,0.0,0.4]"], "fractions=(0.5, 0.0, 0.4): expected"),
-        (["--data.init_args.lengths=[0]"], "length=32, windows=320, batch_size=8, lengths=[0, 32]"),
-        (["--data.init_args.lengths=[]", "--model.decode_bytes=50"], "model.decode_bytes=50: "),
+        ({"root": "/gone.xz"}, {}, "/gone.xz: no such file"),
+        ({"length": 900}, {}, "ROOT: 900 bytes to train on: expected length + 1 = 901"),
+        ({"length": 50}, {}, "ROOT: 50 bytes to validate on: expected length + 1 = 51"),
         (
-            ["--data.init_args.lengths=[]", "--model.net.init_args.causal=false"],
-            "model.net: expected a network with causal=True, got False",
+            {"lengths": (64, 128)},
+            {},
+            "ROOT: 50 bytes to test on, test_bytes=256: expected more than 128 for windows of ",
         ),
-        (
-            ["--data.init_args.lengths=[]", "--model.net.init_args.vocab_size=255"],
-            "model.net: expected a network with vocab_size=256, got 255",
-        ),
-        (
-            ["--data.init_args.lengths=[]", "--model.net.init_args.num_classes=256"],
-            "model.net: expected a network with per_token=True, got False",
-        ),
+        ({"fractions": (0.5, 0.0, 0.4)}, {}, "fractions=(0.5, 0.0, 0.4): expected"),
+        ({"lengths": (0,)}, {}, "length=32, windows=320, lengths=[0, 32]"),
+        ({}, {"causal": False}, "model.net: expected a network with causal=True, got False"),
+        ({}, {"vocab_size": 255}, "model.net: expected a network with vocab_size=256, got 255"),
+        ({}, {"num_classes": 256}, "model.net: expected a network with per_token=True, got False"),
     ],
 )
-def test_one_line_for_what_is_wrong(launch, tmp_path, text_file, options, message):
-    root = text_file()[0]
-    status, _, errors = launch("fit", *options, root=root)
-    assert status == 1 and len(errors) == 1 and not list(tmp_path.rglob("*.ckpt"))
-    assert errors[0].startswith("error: " + message.replace("ROOT", str(root)))
-
-
-def test_the_default_text_is_not_there(tmp_path, launch):
-    config = CONFIG.read_text()
-    assert "root: text/" in config
-    small = config.replace("root: text/", f"root: {tmp_path}/none/").replace("embed_dim: 384", "embed_dim: 8")
-    status, _, errors = launch(config=small)
-    assert (status, errors) == (1, [f"error: {tmp_path}/none/enwik8.xz: no such file"])
-
-
-@pytest.mark.parametrize("mixer", [None, "LightNetAttention", "SoftmaxAttention", "Identity"])
-def test_config_takes_a_step(tmp_path, monkeypatch, mixer):
-    monkeypatch.setattr(sys, "argv", ["task.py"])
-    args = [
-        "--config",
-        str(CONFIG),
-        f"--trainer.default_root_dir={tmp_path}",
-        "--trainer.accelerator=cpu",
-        "--model.net.init_args.embed_dim=64",
-    ]
-    if mixer:
-        args.append(f"--model.net.init_args.mixer=ndlightnet.nn.mixers.{mixer}")
-    cli = TaskCLI(TextTask, TextData, subclass_mode_data=True, run=False, args=args)
-    read = yaml.safe_load(CONFIG.read_text())
-    task, data, asked = cli.model.train(), cli.datamodule, read["data"]["init_args"]
-    found = {type(block.mixer).__name__ for block in task.net.blocks}
-    assert found == ({mixer} if mixer else {"LightNetAttention", "WithLocal"})
-    assert task.net.tpe is not None and task.net.causal and task.net.vocab_size == 256
-    assert len(task.net.blocks) == 6 and task.lr == read["model"]["lr"] == 4e-3
-    assert data.lengths == asked["lengths"] == [2048 << i for i in range(7)]
-    assert data.length == 2048 and data.windows % data.batch_size == 0
-    assert cli.trainer.max_epochs % cli.trainer.check_val_every_n_epoch == 0
-    task._trainer = SimpleNamespace(estimated_stepping_batches=20)
-    task.log = lambda *_, **__: None
-    optimizer = adamw_with_cosine(task, task.net, task.lr, task.weight_decay)["optimizer"]
-    before = {name: value.detach().clone() for name, value in task.net.named_parameters()}
-    loss = task.training_step(torch.randint(256, (2, 33), dtype=torch.uint8), 0)
-    assert loss.ndim == 0 and abs(loss.item() / math.log(2) - 8) < 2
-    loss.backward()
-    optimizer.step()
-    for name, value in task.net.named_parameters():
-        assert value.isfinite().all() and not torch.equal(value, before[name]), name
+def test_what_does_not_fit(text_file, options, net, message):
+    root, _ = text_file()
+    small = {"root": str(root), "length": 32, "windows": 320, "batch_size": 8, "lengths": (), "test_bytes": 256}
+    arguments = {"dims": 1, "vocab_size": 256, "causal": True, "embed_dim": 8, "depth": 1} | net
+    with pytest.raises(DataError, match="^" + re.escape(message.replace("ROOT", str(root)))):
+        set_up(TextTask(NDLightNet(**arguments)), TextData(**small | options))

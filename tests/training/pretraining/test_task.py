@@ -9,8 +9,9 @@ import torch
 
 from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
-from ndlightnet.training import PretrainTask, VideoData
+from ndlightnet.training import ImageFolders, PretrainTask, VideoData
 from ndlightnet.training.core.checkpoints import load_initial
+from tests.training.conftest import set_up
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,10 @@ def test_a_training_begins_with_its_weights(trained, folder, recognise, tmp_path
         "--model.min_lr=0",
     )
     assert (done.status, done.errors) == (0, [])
+    # a test does not read it: a config with `init` works where the file is gone
+    last = f"--ckpt_path={tmp_path}/checkpoints/last.ckpt"
+    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}")
+    assert recognise("test", *common, "--model.init=gone.ckpt", last).status == 0
     said = [line for line in done.err.splitlines() if "weights of the network" in line]
     assert len(said) == 1 and said[0].startswith(f"note: {checkpoint}: ")
     assert said[0].endswith("as drawn: head.bias, head.weight; not used: none")
@@ -72,28 +77,6 @@ def test_a_training_begins_with_its_weights(trained, folder, recognise, tmp_path
     assert len(shared) > 15
     for key in shared:
         torch.testing.assert_close(after[key], before[key], atol=1e-6, rtol=1e-5)
-
-
-def test_a_test_does_not_read_it(trained, folder, recognise, tmp_path):
-    """So that a config with `init` works where the file is gone."""
-    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}")
-    done = recognise("fit", *common, "--trainer.max_epochs=1")
-    assert (done.status, done.errors) == (0, [])
-    done = recognise("test", *common, "--model.init=gone.ckpt", f"--ckpt_path={tmp_path}/checkpoints/last.ckpt")
-    assert (done.status, done.errors) == (0, [])
-
-
-def test_files_that_cannot_begin_a_training(folder, recognise, tmp_path):
-    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path / 'out'}")
-    done = recognise("fit", *common, "--model.init=gone.ckpt")
-    assert done.status == 1 and done.errors[0].startswith("error: model.init: gone.ckpt: ")
-    (tmp_path / "text.ckpt").write_text("no weights")
-    done = recognise("fit", *common, f"--model.init={tmp_path}/text.ckpt")
-    assert done.errors[0].startswith(f"error: model.init: {tmp_path}/text.ckpt: not a checkpoint")
-    torch.save({"state_dict": {"net.other": torch.zeros(2)}}, tmp_path / "other.ckpt")
-    done = recognise("fit", *common, f"--model.init={tmp_path}/other.ckpt")
-    assert done.errors == [f"error: model.init: {tmp_path}/other.ckpt: has no weight of this NDLightNet"]
-    assert not list((tmp_path / "out").rglob("*.ckpt"))
 
 
 def test_missing_and_surplus_weights_are_named(tmp_path):
@@ -112,32 +95,37 @@ def test_missing_and_surplus_weights_are_named(tmp_path):
         assert torch.equal(value, source if fits else before[key]), key
 
 
+def network(**options) -> NDLightNet:
+    return NDLightNet(**{"dims": 2, "patch_size": 2, "embed_dim": 16, "depth": 1, "num_classes": 0} | options)
+
+
 @pytest.mark.parametrize(
-    "options, message",
+    "net, options, message",
     [
-        (["--model.box=3"], "data.size: [8, 8], expected multiples of [6, 6], boxes of [3, 3]"),
-        (["--model.compile=true"], "model.compile: True, expected false for pre-training"),
-        (["--model.dropped=1.0"], "model.dropped: 1.0, expected a fraction between 0 and 1"),
-        (["--model.box=[1,2,3]"], "model.box="),
-        (["--model.net.init_args.causal=true"], "net: expected a network of cells that is not"),
-        (["--model.net.class_path=torch.nn.Identity"], "model.net: Identity, expected an"),
+        (network, {"box": 3}, r"data.size: \[8, 8\], expected multiples of \[6, 6\], boxes of \[3, 3\]"),
+        (network, {"compile": True}, "model.compile: True, expected false for pre-training"),
+        (network, {"dropped": 1.0}, "model.dropped: 1.0, expected a fraction between 0 and 1"),
+        (network, {"box": [1, 2, 3]}, "model.box="),
+        (lambda: network(causal=True), {}, "net: expected a network of cells that is not"),
+        (torch.nn.Identity, {}, "model.net: Identity, expected an"),
     ],
 )
-def test_wrong_options(folder, pretrain, tmp_path, options, message):
-    done = pretrain("fit", f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}", *options)
-    assert done.status == 1 and len(done.errors) == 1
-    assert done.errors[0].startswith(f"error: {message}")
+def test_wrong_options(folder, net, options, message):
+    with pytest.raises(DataError, match=f"^{message}"):
+        set_up(PretrainTask(net(), **options), ImageFolders(str(folder), 8))
 
 
-def test_predict_says_why_not(trained, folder, pretrain, tmp_path):
-    done = pretrain(
-        "predict",
-        f"--data.init_args.root={folder}",
-        f"--trainer.default_root_dir={tmp_path}",
-        f"--ckpt_path={trained}/checkpoints/last.ckpt",
-    )
-    assert done.status == 1
-    assert done.errors == ["error: predict: PretrainTask has none, expected fit, validate or test"]
+def test_files_that_cannot_begin_a_training(tmp_path):
+    (tmp_path / "text.ckpt").write_text("no weights")
+    torch.save({"state_dict": {"net.other": torch.zeros(2)}}, tmp_path / "other.ckpt")
+    for name, message in (
+        ("gone", "no such checkpoint"),
+        ("text", "not a checkpoint"),
+        ("other", "has no weight of this NDLightNet"),
+    ):
+        path = tmp_path / f"{name}.ckpt"
+        with pytest.raises(DataError, match=f"^model.init: {path}: {message}"):
+            load_initial(str(path), network())
 
 
 class Trainer:

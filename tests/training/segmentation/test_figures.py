@@ -10,8 +10,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from ndlightnet.training.segmentation import figures as figures_module
-from ndlightnet.training.segmentation.figures import (
+from ndlightnet.training.segmentation import case_figure as figures_module
+from ndlightnet.training.segmentation.case_figure import (
     ERRORS,
     NAMED,
     best_slices,

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from ndlightnet.training.segmentation.html_report import write_page
+from ndlightnet.training.segmentation.case_page import write_page
 from ndlightnet.training.segmentation.metrics import MEASURES, interval
 
 NAMES = ["background", "liver <left>", "tumour & co"]
@@ -141,12 +141,3 @@ def test_a_run_without_cases_says_so(tmp_path, failures):
     assert page.texts["p"][1] == f"0 cases, {len(failures)} failures"
     assert page.texts.get("li", []) == list(failures)
     assert os.listdir(tmp_path / "new") == ["i.html"]
-
-
-def test_the_page_needs_nothing_from_elsewhere(tmp_path):
-    rows = {"a": row_of(0.5, 0.5)}
-    (tmp_path / "a.png").write_bytes(b"")
-    page = page_of(tmp_path / "index.html", rows, NAMES, "t", "s")
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe"}
-    assert "http" not in (tmp_path / "index.html").read_text()
-    assert "prefers-color-scheme: dark" in page.texts["style"][0]

@@ -18,10 +18,10 @@ from ndlightnet.models import FrameByFrame, FramesAsChannels
 from ndlightnet.training import SegmentationTask, VolumeData
 from ndlightnet.training.core.cli import task_cli
 from ndlightnet.training.segmentation.bundle import bundle
-from ndlightnet.training.segmentation.figures import save_case
+from ndlightnet.training.segmentation.case_figure import save_case
 from ndlightnet.training.segmentation.metrics import measure_case
 from ndlightnet.training.segmentation.plan import plan
-from ndlightnet.training.segmentation.task import _shrunk
+from ndlightnet.training.segmentation.segmentation_task import _shrunk
 
 NET = "--model.net.init_args"
 # laid over the tests' config: crops of series, and a network of four axes

@@ -8,7 +8,7 @@ import pytest
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.training import VolumeData
-from ndlightnet.training.segmentation.data import PredictionCases
+from ndlightnet.training.segmentation.volume_data import PredictionCases
 from tests.data.volume.files import write_series
 
 VOXELS = np.random.default_rng(0).integers(0, 500, (6, 5, 4))

@@ -1,0 +1,143 @@
+"""Classification of samples of any kind: cross-entropy, accuracy, the page of a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.data.errors import DataError, printable
+from ndlightnet.training.classification.answer_figures import (
+    save_attributions,
+    save_confusion,
+    save_curves,
+    views,
+    worst_to_best,
+)
+from ndlightnet.training.classification.answer_page import write_page, write_table
+from ndlightnet.training.classification.attribution import attribution
+from ndlightnet.training.classification.scores import BINS, scores
+from ndlightnet.training.core.options import check
+from ndlightnet.training.core.task import Task
+from ndlightnet.training.report.results import write_metrics
+
+ATTRIBUTED = 6  # samples in attribution.png
+
+
+class ClassificationTask(Task):
+    """Trains `net`, inputs -> `(batch, classes)` logits. Batches are `(*inputs, labels, numbers)`;
+    the number of a sample identifies it.
+
+    Args:
+        net, lr, weight_decay: as in Task.
+        label_smoothing: of the cross-entropy.
+        others: as in Task.
+    """
+
+    monitor = "val_accuracy"
+    samples = "samples"  # the samples' name in metrics.json
+    has_frames = False  # whether the first axis of a sample is time
+    grid_parallel = True  # every process gets the logits of whole samples
+
+    def __init__(
+        self, net: nn.Module, lr: float = 1e-3, weight_decay: float = 0.05, label_smoothing: float = 0.1, **kwargs: Any
+    ) -> None:
+        super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
+        good = 0 <= label_smoothing <= 1
+        check("model.label_smoothing", label_smoothing, good, "a fraction from 0 to 1")
+        self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
+
+    def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
+        *inputs, labels, _numbers = batch
+        loss: Tensor = self.loss(self(*inputs).float(), labels)
+        self.log("loss", loss, prog_bar=True, batch_size=len(labels))
+        return loss
+
+    def probabilities(self, *inputs: Any) -> Tensor:
+        """Return (batch, classes) float32, for validation, test and prediction."""
+        logits: Tensor = self.predictor(*inputs).to(self.device)
+        return logits.float().softmax(-1)
+
+    def validation_step(self, batch: tuple[Any, ...], _: int) -> None:
+        *inputs, labels, _numbers = batch
+        self.log_validation(self.probabilities(*inputs), labels)
+
+    def log_validation(self, probabilities: Tensor, labels: Tensor) -> None:
+        right = (probabilities.argmax(-1) == labels).float().mean()
+        self.log("val_accuracy", right, prog_bar=True, batch_size=len(labels), sync_dist=True)
+
+    def on_test_epoch_start(self) -> None:
+        self.tested: dict[int, tuple[Tensor, int]] = {}  # probabilities and label of each sample
+
+    def test_step(self, batch: tuple[Any, ...], _: int) -> None:
+        *inputs, labels, numbers = batch
+        self.keep(self.probabilities(*inputs), labels, numbers)
+
+    def keep(self, probabilities: Tensor, labels: Tensor, numbers: Tensor) -> None:
+        """Store the result of a test batch."""
+        pairs = zip(probabilities.cpu(), labels.tolist(), strict=True)
+        self.tested |= dict(zip(numbers.tolist(), pairs, strict=True))
+
+    def on_test_epoch_end(self) -> None:
+        tested = self.gathered(self.tested)
+        if not tested:
+            raise DataError(f"{self.data().root}: no file of the test could be read")
+        probabilities = torch.stack([row for row, _ in tested.values()])
+        labels = torch.tensor([label for _, label in tested.values()])
+        names = self.data().classes
+        metrics = {
+            **scores(probabilities, labels, names),
+            self.samples: len(labels),
+            **self.more_metrics(probabilities, labels),
+        }
+        self.log("test_accuracy", metrics["top1"], rank_zero_only=True)
+        if not self.trainer.is_global_zero:
+            return
+        numbers, out = list(tested), self.out()
+        write_metrics(out, metrics)
+        files = [self.data().sample_name(number) for number in numbers]
+        write_table(out / "test.csv", files, probabilities, labels, names)
+        captions = self.figure_names(names)
+        save_confusion(out / "confusion.png", torch.tensor(metrics["confusion"]), captions)
+        save_curves(out / "curves.png", probabilities, labels, captions, metrics["ece"], BINS)
+        self.save_samples(numbers, probabilities, labels)
+        self.save_attributions(numbers, probabilities, labels)
+        summary = f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} {self.samples}"
+        page = out / "index.html"
+        title = f"Test: {printable(self.data().root)}"
+        write_page(page, title, summary, metrics, probabilities, labels, names, self.failures)
+        self.summary = f"{summary}; see {page}"
+
+    def save_attributions(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
+        """Write attribution.png: what decided the answers, of some samples from the worst answer to
+        the best; called in one process."""
+        names, rows = self.figure_names(self.data().classes), []
+        sure = probabilities.gather(1, labels[:, None])[:, 0]
+        for row in worst_to_best(sure, ATTRIBUTED):
+            x, picture = self.sample(numbers[row])
+            answer, label = int(probabilities[row].argmax()), int(labels[row])
+            heat = attribution(self._logits, x.to(self.device), answer)
+            caption = f"{names[answer]} {probabilities[row, answer]:.2f}"
+            caption += "" if answer == label else f", not {names[label]}"
+            rows.append((caption, answer == label, views(picture, heat, self.has_frames)))
+        save_attributions(self.out() / "attribution.png", rows)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Call the network in the precision of the trainer."""
+        plugin = self.trainer.precision_plugin
+        with plugin.forward_context():
+            logits: Tensor = self.net(plugin.convert_input(x)).float()
+        return logits
+
+    def sample(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a test sample as the network sees it, (channels, *space), and as a picture, (1 or
+        3 channels, *space) uint8."""
+        raise NotImplementedError
+
+    def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
+        """Return what a subclass adds to metrics.json; called in every process."""
+        return {}
+
+    def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
+        """Write pictures of the test samples of these numbers; called in one process."""

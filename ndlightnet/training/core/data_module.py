@@ -1,0 +1,192 @@
+"""Bases of all data: loaders, workers, seeds, the names that a checkpoint holds, files that are skipped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.folders import find_root
+from ndlightnet.data.sampling import SeededSampler, SeededSamples, linspace_indices
+from ndlightnet.training.core.options import check
+from ndlightnet.training.report.results import log
+
+
+class DataModule(L.LightningDataModule):
+    """Base class of all data.
+
+    A subclass sets `train_set`, `val_set` and `test_set` in `setup`, datasets whose samples end with
+    their numbers, or overrides the loaders. Random draws follow from the seed and the number of a
+    visit, with any number of workers.
+
+    Args:
+        root: the folder or file; a relative one may lie in the folder that NDLIGHTNET_DATA names.
+        batch_size: samples per batch and process.
+        workers: processes that prepare batches.
+        input: for predict: a file or a folder.
+    """
+
+    collate: Callable[..., Any] | None = None
+    spawned = False  # whether workers use CUDA
+    repeats = 1  # visits of each training sample in an epoch
+    train_set: Any
+    val_set: Any
+    test_set: Any
+
+    def __init__(self, root: str, batch_size: int, workers: int = 0, input: str | None = None) -> None:
+        super().__init__()
+        check("data.batch_size", batch_size, batch_size > 0, "1 or more")
+        check("data.workers", workers, workers >= 0, "0 or more processes")
+        self.root, self.batch_size, self.workers, self.input = find_root(root), batch_size, workers, input
+        self.seed = torch.initial_seed()
+        self.skipped: set[str] = set()
+
+    def setup(self, stage: str) -> None:
+        self.seed = torch.initial_seed()
+
+    def train_dataloader(self) -> Any:
+        samples = SeededSamples(self.train_set, self.seed)
+        return self.training_loader(samples, self.repeats * len(self.train_set))
+
+    def training_loader(self, samples: Any, count: int) -> TimedLoader:
+        return training_loader(samples, count, self.batch_size, self.workers, self.collate, self.spawned)
+
+    def still_loader(self, samples: Any) -> DataLoader[Any]:
+        """Return a loader of all samples in their order, for validation, test and prediction."""
+        return DataLoader(samples, **_options(self.batch_size, self.workers, self.collate, self.spawned))
+
+    def val_dataloader(self) -> Any:
+        return self.still_loader(self.val_set) if len(self.val_set) else []
+
+    def test_dataloader(self) -> Any:
+        return self.still_loader(self.test_set)
+
+    def check_input(self, expected: str, trained: bool) -> str:
+        """Return `input`, the file or folder to predict. DataError without one, or if the names of
+        the training were not loaded from a checkpoint (`trained`)."""
+        if self.input is None:
+            raise DataError(f"data.input: expected {expected}, got none")
+        if not trained:
+            raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
+        return self.input
+
+    def report_skipped(self, problems: Sequence[str], consequence: str) -> None:
+        """Print a note for each file that could not be read, once."""
+        new = {problem for problem in problems if problem} - self.skipped
+        log([f"{problem}; {consequence}" for problem in sorted(new)])
+        self.skipped |= new
+
+    def names(self) -> dict[str, list[Any]]:
+        """Return what a checkpoint holds, so that `predict` does not need the training data."""
+        return {}
+
+    def set_names(self, names: dict[str, list[Any]]) -> None:
+        """Take the names of a checkpoint."""
+
+
+class LabelledData(DataModule):
+    """Base class of data with names of classes.
+
+    Data that a network can be trained to generate have `space`, the sizes of a sample, and
+    `channels` after `setup`, and `to_pixels` and `from_pixels`.
+    """
+
+    classes: tuple[str, ...] = ()
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        """Undo the normalisation: (batch, channels, *space) -> uint8 of this shape, clipped."""
+        raise NotImplementedError
+
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        """Normalise pixels (batch, channels, *space) uint8, as those of a batch."""
+        raise NotImplementedError
+
+    def plain_train_dataloader(self) -> Any:
+        """Return the training samples, each once, without augmentation if the data can do that."""
+        return self.train_dataloader()
+
+    def sample_name(self, number: int) -> str:
+        """Return the file of a test sample, or its number."""
+        return str(number)
+
+    def names(self) -> dict[str, list[Any]]:
+        return {"classes": list(self.classes)}
+
+    def set_names(self, names: dict[str, list[Any]]) -> None:
+        self.classes = tuple(names["classes"])
+
+
+def held_out(fraction: float, count: int) -> set[int]:
+    """Return which of `count` training samples choose the best checkpoint, evenly spaced."""
+    out = round(fraction * count)
+    return {round(i * count / out) for i in range(out)}
+
+
+def limited(data: Any, labels: Sequence[int]) -> list[int]:
+    """Return the numbers of the samples to train with, of those with these labels:
+    `data.train_limit` of them, evenly spaced; default: all."""
+    total = len(labels)
+    limit = total if data.train_limit is None else data.train_limit
+    if not 0 < limit <= total:
+        raise DataError(
+            f"{data.root}: train_limit={data.train_limit}, validation={data.validation}: {limit} "
+            f"samples to train with, expected 1 or more of {total}"
+        )
+    chosen = linspace_indices(limit, total)
+    if {labels[number] for number in chosen} != {*labels}:
+        raise DataError(f"{data.root}: train_limit={limit}, no sample of a class is left to train with")
+    return chosen
+
+
+def _options(batch_size: int, workers: int, collate: Callable[..., Any] | None, spawned: bool) -> dict[str, Any]:
+    return {
+        "batch_size": batch_size,
+        "num_workers": workers,
+        "collate_fn": collate,
+        "persistent_workers": workers > 0,
+        "pin_memory": torch.cuda.is_available(),
+        "multiprocessing_context": "spawn" if spawned and workers else None,
+        "generator": torch.Generator(),  # or starting workers would draw from the network's
+    }
+
+
+def training_loader(
+    samples: Any,
+    count: int,
+    batch_size: int,
+    workers: int,
+    collate: Callable[..., Any] | None = None,
+    spawned: bool = False,
+) -> TimedLoader:
+    """Return a loader of `samples[n]` for an epoch's `count` numbers n, in whole batches. Workers
+    that use CUDA must be `spawned`."""
+    numbers = SeededSampler(count)
+    full = len(numbers) >= batch_size
+    return TimedLoader(samples, sampler=numbers, drop_last=full, **_options(batch_size, workers, collate, spawned))
+
+
+class TimedLoader(DataLoader[Any]):
+    """DataLoader that measures how long it is waited for: `waited`, in seconds.
+
+    The sampler starts when the first batch is asked for: Lightning makes the iterator of a resumed
+    training before it tells the sampler the epoch.
+    """
+
+    waited = 0.0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        batches = None
+        while True:
+            begun = time.perf_counter()
+            batches = super().__iter__() if batches is None else batches  # starts the workers
+            batch = next(batches, None)
+            self.waited += time.perf_counter() - begun
+            if batch is None:
+                return
+            yield batch

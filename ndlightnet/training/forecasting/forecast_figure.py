@@ -1,0 +1,54 @@
+"""Forecasts as curves over their dates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ndlightnet.data.series.hourly_series import HOUR
+from ndlightnet.training.report.figures import COLORS, GREY, panels_of, plain_axes, save_figure
+
+
+class Panel(NamedTuple):
+    """One column of a window: `inputs`, from `start` on; the forecast of the hours after
+    it; and the truth of these hours if there is one."""
+
+    title: str
+    start: datetime
+    inputs: Tensor
+    forecast: Tensor
+    truth: Tensor | None = None
+
+
+def save_forecasts(path: Path, panels: Sequence[Panel]) -> None:
+    """Write a picture with one row per panel, each over its dates."""
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+
+    figure, axes = panels_of(len(panels), 1, (10, 1.9 * len(panels) + 0.5))
+    for axis, panel in zip(axes[:, 0], panels, strict=True):
+        now, hours = len(panel.inputs), len(panel.inputs) + len(panel.forecast)
+        dates = [panel.start + hour * HOUR for hour in range(hours)]
+        axis.axvspan(dates[now], dates[-1], color="#F3F3F3", linewidth=0)
+        lines = (
+            (dates[:now], panel.inputs, "input", GREY),
+            (dates[now:], panel.truth, "truth", COLORS[0]),
+            (dates[now:], panel.forecast, "forecast", COLORS[4]),
+        )
+        for when, values, label, color in lines:
+            if values is not None:
+                axis.plot(when, values.numpy(), label=label, color=color, linewidth=1.1)
+        locator = AutoDateLocator()
+        axis.xaxis.set_major_locator(locator)
+        axis.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+        axis.set_title(panel.title, loc="left", fontsize=9)
+        axis.margins(x=0)
+        axis.tick_params(labelsize=8)
+        axis.xaxis.get_offset_text().set_size(8)
+        plain_axes(axis)
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=3, frameon=False, fontsize=9)
+    save_figure(figure, path)

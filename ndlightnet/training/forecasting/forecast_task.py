@@ -1,0 +1,134 @@
+"""Forecasts of an hourly series, compared with simple ones that need no network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.data.errors import DataError, atomic_write, file_name
+from ndlightnet.data.series.hourly_series import (
+    HOUR,
+    Series,
+    mean_errors,
+    simple_forecasts,
+    window_errors,
+    write_series,
+)
+from ndlightnet.training.core.costs import training_costs
+from ndlightnet.training.core.task import Task
+from ndlightnet.training.forecasting.forecast_figure import Panel, save_forecasts
+from ndlightnet.training.report.results import write_metrics
+
+PANELS = 4
+
+
+class ForecastTask(Task):
+    """Trains `net`, values `(batch, input_length, columns)` and times `(batch, input_length +
+    horizon, 4)` -> `(batch, horizon, columns)`, on the mean square error of scaled values.
+
+    Args:
+        all: as in Task.
+    """
+
+    saved = (*Task.saved, "cost", "scale")
+    measures = "step"
+    monitor = "val_score"  # the best checkpoint has the highest
+
+    def setup(self, stage: str) -> None:
+        data = self.data()
+        for name in ("label_length", "period"):
+            least = getattr(self.net, name, 0)
+            if least > data.input_length:
+                raise DataError(f"input_length={data.input_length}: shorter than the network's {name}={least}")
+        if stage != "predict":
+            self.expect(in_chans=len(data.columns))
+
+    def example_inputs(self) -> tuple[Tensor, ...]:
+        data = self.data()
+        steps = data.input_length + data.horizon
+        values = torch.zeros(data.batch_size, data.input_length, len(data.columns))
+        return values.to(self.device), torch.zeros(data.batch_size, steps, 4, device=self.device)
+
+    def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
+        values, times, target, _index = batch
+        loss = nn.functional.mse_loss(self(values, times).float(), target)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Any, ...], _: int) -> None:
+        values, times, target, _index = batch
+        mse = window_errors(self.net(values, times), target)[:, 0].mean()
+        how: dict[str, Any] = {"batch_size": len(target), "sync_dist": True}
+        self.log("val_mse", mse, prog_bar=True, **how)
+        self.log("val_score", -mse, **how)
+
+    def on_test_epoch_start(self) -> None:
+        # errors of each window, of the network and of the simple forecasts
+        self.tested: dict[int, dict[str, Tensor]] = {}
+        self.panels: dict[int, Panel] = {}
+        last = len(self.data().test_set) - 1
+        self.shown = {round(i * last / (PANELS - 1)) for i in range(PANELS)}
+
+    def test_step(self, batch: tuple[Any, ...], _: int) -> None:
+        values, times, target, index = batch
+        data = self.data()
+        forecasts = {"net": self.net(values, times), **simple_forecasts(values, data.horizon)}
+        errors = {name: window_errors(y, target).cpu() for name, y in forecasts.items()}
+        for row, number in enumerate(index.tolist()):
+            self.tested[number] = {name: pair[row] for name, pair in errors.items()}
+            if number in self.shown:
+                start = data.start + data.test_set.starts[number] * HOUR
+                title = f"{data.columns[-1]}, window {number + 1} of {len(data.test_set)}"
+                inputs, forecast, truth = (data.unscaled(x[row])[:, -1] for x in (values, forecasts["net"], target))
+                self.panels[number] = Panel(title, start, inputs, forecast, truth)
+
+    def on_test_epoch_end(self) -> None:
+        data, tested = self.data(), list(self.gathered(self.tested).values())
+        panels = self.gathered(self.panels)
+        errors = {name: mean_errors([window[name] for window in tested]) for name in tested[0]}
+        ours = errors.pop("net")
+        metrics = {
+            **ours,
+            **errors,
+            "windows": len(tested),
+            "columns": list(data.columns),
+            "input_length": data.input_length,
+            "horizon": data.horizon,
+            **training_costs(self.net, self.cost),
+        }
+        self.log("test_mse", ours["mse"], rank_zero_only=True)
+        if not self.trainer.is_global_zero:
+            return
+        write_metrics(self.out(), metrics)
+        save_forecasts(self.out() / "test_windows.png", list(panels.values()))
+        simple = min(errors, key=lambda name: errors[name]["mse"])
+        self.summary = (
+            f"MSE {ours['mse']:.3f}, MAE {ours['mae']:.3f} over {len(tested)} windows, scaled "
+            f"({simple.replace('_', ' ')} repeated: {errors[simple]['mse']:.3f}, "
+            f"{errors[simple]['mae']:.3f}); see {self.out()}"
+        )
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+        data, (values, times) = self.data(), batch
+        inputs, forecast = data.unscaled(values[0]), data.unscaled(self.net(values, times)[0])
+        name = re.sub(r"(?i)(\.csv)?(\.gz)?$", "", Path(data.input).name, count=1)
+        file = self.out() / "predictions" / f"{file_name(name)}.csv"
+        with atomic_write(file) as draft:
+            write_series(draft, Series(data.columns, data.start + len(inputs) * HOUR, forecast))
+        panels = [Panel(column, data.start, inputs[:, i], forecast[:, i]) for i, column in enumerate(data.columns)]
+        save_forecasts(file.with_suffix(".png"), panels)
+        self.summary = f"the {data.horizon} hours after {data.input} are in {file}"
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["scale"] = [values.tolist() for values in self.data().scale]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self.data().scale is None:  # predict: no training rows were read
+            mean, std = checkpoint["scale"]
+            self.data().scale = tuple(torch.tensor(x, dtype=torch.float64) for x in (mean, std))
