@@ -28,7 +28,7 @@ CASES = [  # grid, window
 ]
 cases = pytest.mark.parametrize("shape, window", CASES, ids=str)
 both = pytest.mark.parametrize("causal", [False, True])
-small = partial(LAVO, heads=2, memories=3)
+small = partial(LAVO, heads=2)
 
 
 def layer(window="auto", dim=8, **options):
@@ -126,7 +126,7 @@ def test_wrong_variants_are_far_off(close, causal):
 @both
 def test_gradcheck(causal):
     for window in (2, None):
-        m, x = layer(window, dim=4, heads=1, memories=2), tokens(6, dim=4, batch=1)
+        m, x = layer(window, dim=4, heads=1), tokens(6, dim=4, batch=1)
         names, values = zip(*m.named_parameters(), strict=True)
 
         def run(x, *values, m=m, names=names):
@@ -336,9 +336,6 @@ def test_nothing_in_nothing_out():
 
 
 def test_errors():
-    for bad in (0, 33, -1):
-        with pytest.raises(ValueError, match=rf"memories={bad}: expected 1 to 32"):
-            LAVO(64, 2, memories=bad)
     for bad in (0, (2, 0), (), "none", 2.5):
         with pytest.raises(ValueError, match=r"window="):
             LAVO(64, window=bad)

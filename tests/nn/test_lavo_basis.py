@@ -7,7 +7,7 @@ from ndlightnet.nn.mixers.lavo import LAVO
 
 def test_memory_vectors_are_orthogonal_at_first():
     """They learn freely from there, as in the paper."""
-    m = LAVO(8, heads=2, memories=3, window=4).double()
+    m = LAVO(8, heads=2, window=4).double()
     x = torch.randn(2, 12, 8, dtype=torch.float64)
 
     def crosstalk():
@@ -16,7 +16,7 @@ def test_memory_vectors_are_orthogonal_at_first():
         gram = memory @ memory.mT
         return (gram - torch.diag_embed(gram.diagonal(dim1=1, dim2=2))).abs().max() / gram.max()
 
-    identity = torch.eye(3, dtype=torch.float64)
+    identity = torch.eye(4, dtype=torch.float64)
     assert (m.basis @ m.basis.mT - identity).abs().max() < 1e-6 and crosstalk() < 1e-6
     before, target = m.basis.detach().clone(), torch.randn_like(x)
     optimizer, losses = torch.optim.Adam(m.parameters(), 0.05), []
@@ -36,7 +36,7 @@ def test_parameters():
 
     projections, bases = 4 * 128**2, 64 * 128
     assert count() == projections + bases + 2 * 31
-    assert count(window=8, memories=16) == projections + 16 * 128 + 2 * 15
+    assert count(window=8) == projections + bases + 2 * 15
     assert count(window=(4, 8, 8)) == projections + bases + 2 * (7 + 15 + 15)
     assert count(window=None) == count(context_dim=128) == 3 * 128**2 + bases
     assert count(context_dim=40) == 2 * 128**2 + 40 * 128 + bases

@@ -195,24 +195,6 @@ def test_glu(close, dim, ratio, hidden):
     close(glu(x), (gate * gate.sigmoid() * up) @ glu.down_proj.weight.T, 1e-6)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_glu_takes_the_width_of_an_older_checkpoint(assign):
-    """Widths were dim * ratio, rounded down; no other width is taken."""
-    x, options = torch.randn(3, 10), {"device": "cpu", "dtype": torch.float64}
-    old = {"gate_proj": (26, 10), "up_proj": (26, 10), "down_proj": (10, 26)}
-    saved = {f"{name}.weight": torch.randn(shape, **options) for name, shape in old.items()}
-    with torch.device("meta" if assign else "cpu"):
-        glu = GLU(10).double().requires_grad_(False)
-    assert glu.gate_proj.weight.shape == (24, 10)
-    glu.load_state_dict(saved, assign=assign)
-    assert not any(p.requires_grad for p in glu.parameters())
-    gate, up, down = saved.values()
-    expected = nn.functional.silu(x.double() @ gate.T) * (x.double() @ up.T) @ down.T
-    torch.testing.assert_close(glu(x.double()), expected)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        GLU(10, 4).load_state_dict(saved)
-
-
 def test_drop_path():
     drop, x = DropPath(0.3), torch.ones(20000, 2, 3)
     y = drop(x)

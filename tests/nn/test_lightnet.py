@@ -12,14 +12,14 @@ GRIDS = ((7,), (4, 6), (3, 4, 5), (2, 3, 2, 4))
 @pytest.mark.parametrize("causal", [False, True])
 def test_layer_is_its_formula(dense, close, causal):
     """o_proj(norm(merged heads) * sigmoid(low-rank gate)), from the weights (maths.md 5.2)."""
-    layer = LightNetAttention(12, 2, lrpe=None, gate_rank=3, bias=True).double()
+    layer = LightNetAttention(12, 2, lrpe=None, bias=True).double()
     x = torch.randn(2, 9, 12, dtype=torch.float64)
     q, k, v = (p(x).unflatten(-1, (2, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     y = dense(q, k, v, causal=causal).flatten(2)
     y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
     gate = layer.gate[1](layer.gate[0](x)).sigmoid()
     close(layer(x, causal=causal), layer.o_proj(y * gate), 1e-10)
-    assert layer.gate[0].weight.shape == (3, 12)
+    assert layer.gate[0].weight.shape == (6, 12)
 
 
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
@@ -92,10 +92,8 @@ def test_refusals_say_why():
 
 def test_options():
     assert [LightNetAttention(d).heads for d in (32, 64, 128, 192, 384, 100)] == [1, 2, 4, 6, 12, 2]
-    count = sum(p.numel() for p in LightNetAttention(128, gate_rank=16).parameters())
-    assert count == 4 * 128**2 + 2 * 16 * 128 + 3 * 128
-    fixed = LightNetAttention(32, learn_theta=False)
-    assert not fixed.lrpe.log_factor.requires_grad
+    count = sum(p.numel() for p in LightNetAttention(128).parameters())
+    assert count == 4 * 128**2 + 2 * 32 * 128 + 3 * 128
 
 
 def test_axes_permute_together_without_position(close):
