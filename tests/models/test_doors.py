@@ -33,8 +33,9 @@ def test_wrong_inputs_are_named(x, mask, named):
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="mixer=SoftmaxAttention"):
         small(mixer=SoftmaxAttention(16))
-    with pytest.raises(ValueError, match="embed_dim=0"):
-        NDLightNet(2, embed_dim=0)
+    for ratio in (0, -1.0):
+        with pytest.raises(ValueError, match=f"mlp_ratio={ratio}: expected more than 0"):
+            small(mlp_ratio=ratio)
     with pytest.raises(ValueError, match="tpe_bidirectional"):
         NDLightNet(1, causal=True, tpe_bidirectional=True)
     with pytest.raises(ValueError, match="integers"):
@@ -76,33 +77,6 @@ def test_timm_names():
     assert model.no_weight_decay() == fixed
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_checkpointing_gives_the_same_gradients(causal):
-    torch.manual_seed(0)
-    model = NDLightNet(1, vocab_size=11, embed_dim=16, depth=2, causal=causal)
-    tokens, grads = torch.randint(0, 11, (2, 9)), []
-    for enable in (False, True):
-        model.zero_grad()
-        model.set_grad_checkpointing(enable)
-        model(tokens).square().mean().backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_unet_checkpointing_and_odd_widths():
-    torch.manual_seed(0)
-    net = NDLightUNet(2, 1, 2, widths=(20, 44), depths=(0, 1))
-    x, grads = torch.randn(1, 1, 7, 6), []
-    for enable in (False, True):
-        net.zero_grad()
-        net.set_grad_checkpointing(enable)
-        net(x).square().mean().backward()
-        grads.append([p.grad.clone() for p in net.parameters()])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_cross_attention_needs_as_many_axes_with_positions():
     x, context = torch.randn(1, 6, 16), torch.randn(1, 2, 3, 16)
     with pytest.raises(ValueError, match="as many axes"):
@@ -125,8 +99,6 @@ def test_a_causal_softmax_with_padding_sees_neither_padding_nor_later_tokens():
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("mlp_ratio", 0),
-        ("mlp_ratio", -1.0),
         ("dtype", "float32"),
         ("dims", 2.0),
         ("in_chans", 0),
@@ -137,7 +109,7 @@ def test_a_causal_softmax_with_padding_sees_neither_padding_nor_later_tokens():
 )
 def test_bad_arguments_of_both_networks_are_named(name, value):
     for kind, more in ((NDLightNet, {"depth": 1}), (NDLightUNet, {"widths": (4, 8)})):
-        with pytest.raises(ValueError, match=rf"={value!r}: expected (an int|a torch.dtype|more)"):
+        with pytest.raises(ValueError, match=rf"={value!r}: expected (an int|a torch.dtype)"):
             kind(**{"dims": 2, **more, name: value})
 
 
@@ -146,14 +118,6 @@ def test_bad_arguments_of_both_networks_are_named(name, value):
 def test_what_is_no_count_is_named(name, value):
     with pytest.raises(ValueError, match=rf"^{name}={value!r}: expected an int >= 1"):
         NDLightNet(1, **{"embed_dim": 16, "depth": 1, name: value})
-
-
-@pytest.mark.parametrize("value", [2, 2.0])
-def test_strides_are_a_list(value):
-    with pytest.raises(ValueError, match=rf"^strides={value}: expected a list with, for each level"):
-        NDLightUNet(2, strides=value)
-    with pytest.raises(ValueError, match=r"^widths=8: expected 4 numbers"):
-        NDLightUNet(2, strides=[2] * 3, widths=8)
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ndlightnet import NDLightNet, NDLightUNet, Packed, mixers
-from ndlightnet.models.features import adapt_in_chans
+from ndlightnet.models.weights import adapt_in_chans
 
 SIZES = {1: (23,), 2: (13, 9), 3: (5, 6, 7), 4: (3, 4, 3, 5)}
 tiny = partial(NDLightNet, in_chans=2, num_classes=5, embed_dim=32, depth=3, tpe_states=4)
