@@ -248,12 +248,16 @@ COUNTS = {
     "KimiDeltaAttention": lambda d, h: 4 * d * d + 14 * d + h * d + 4 * d * d // h + d // h + h,
     "SoftmaxAttention": lambda d, h: 4 * d * d + d // 2,
     "WindowAttention": lambda d, h: 4 * d * d + h * 7,
+    "Mamba": lambda d, _: 6 * d * d + (6 * 16 + 4 * 3 + 14) * d,
+    "S4": lambda d, _: 2 * d * d + 2 * 64 * d + 2 * d,
+    "S5": lambda d, _: d * d + 2 * 64 * d + d + 3 * 64 // 2,
+    "RWKV4": lambda d, _: 4 * d * d + 5 * d,
 }
 
 
 @pytest.mark.parametrize("name, count", COUNTS.items())
 def test_parameters_are_as_the_docstrings_say(name, count):
-    m = getattr(mixers, name)(48, 3)
+    m = getattr(mixers, name)(48, **({} if name in ("Mamba", "S4", "S5", "RWKV4") else {"heads": 3}))
     assert sum(p.numel() for p in m.parameters()) == count(48, 3)
 
 

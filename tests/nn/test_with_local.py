@@ -225,15 +225,3 @@ def test_errors_and_what_it_cannot():
         m(tokens(3), context=tokens(4))
     with pytest.raises(ValueError, match="2 axes, local mixing with dims=1"):
         m(tokens(3, 4))
-
-
-@pytest.mark.slow
-@both
-def test_compile_gives_the_same(close, causal):
-    torch.compiler.reset()
-    m = WithLocal(DIM, factory("LightNetAttention"), dims=2, local="both")
-    x = torch.randn(2, 3, 5, DIM, requires_grad=True)
-    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
-    y, expected = compiled(x, causal=causal), m(x, causal=causal)
-    close(y, expected, 1e-5)
-    close(grad(y.square().sum(), x)[0], grad(expected.square().sum(), x)[0], 1e-4)
