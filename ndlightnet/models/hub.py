@@ -232,36 +232,36 @@ class Pretrained(Configured):
         """Return a network with the arguments and weights of a file."""
         if not isinstance(config, dict):
             raise ValueError(f"{source}: a config that is no dictionary")
-        found = config.get(CLASS, cls.__name__)
-        if found != cls.__name__:
-            raise ValueError(f"{source}: holds a {found}, expected a {cls.__name__}")
-        own = {k: x for k, x in config.items() if k not in (CLASS, VERSION)}
-        for name, value in own.items():
+        kind = config.get(CLASS, cls.__name__)
+        if kind != cls.__name__:
+            raise ValueError(f"{source}: holds a {kind}, expected a {cls.__name__}")
+        saved = {k: x for k, x in config.items() if k not in (CLASS, VERSION)}
+        for name, value in saved.items():
             if name not in arguments and (lost := customs(value)):
                 raise ValueError(
                     f"{source}: {name} was {', '.join(lost)}, which is not of ndlightnet; expected "
                     f"it as an argument, {name}=..."
                 )
         for pair in SAME:  # the other name of an argument is that argument
-            for name, other in (pair, pair[::-1]):
-                if other in arguments and name in own and other not in own:
-                    arguments[name] = arguments.pop(other)
+            for name, alias in (pair, pair[::-1]):
+                if alias in arguments and name in saved and alias not in saved:
+                    arguments[name] = arguments.pop(alias)
         try:
-            net = cls(**{**own, **arguments})
+            net = cls(**{**saved, **arguments})
         except TypeError as error:
             raise ValueError(f"{source}: {error}") from error
-        given = {k: x for k, x in arguments.items() if k in own and x != own[k]}
-        if not given.keys().isdisjoint(("in_chans", "in_channels")):
+        changed = {k: x for k, x in arguments.items() if k in saved and x != saved[k]}
+        if not changed.keys().isdisjoint(("in_chans", "in_channels")):
             weights = net.adapted(weights)
         fresh = []
         for name, head in cls.head_of.items():
             old, new = (
                 {k: x.shape for k, x in state.items() if k.startswith(head)} for state in (weights, net.state_dict())
             )
-            if name in given and old != new:
+            if name in changed and old != new:
                 fresh.append(head)
                 warnings.warn(
-                    f"{source}: {name}={arguments[name]}, saved with {own[name]}: the head is "
+                    f"{source}: {name}={arguments[name]}, saved with {saved[name]}: the head is "
                     f"{'new and untrained' if arguments[name] else 'left out'}",
                     stacklevel=3,
                 )

@@ -156,16 +156,16 @@ class Stream:
 
     def _push(self, x: Tensor, rows: list[int]) -> Tensor:
         if len(rows) == self.batch_size:
-            out, self.state = self._advance(x, self._part(self.state, rows))
+            out, self.state = self._advance(x, self._waiting(self.state, rows))
             self.waiting = [self.state.waiting] * self.batch_size
             return out
         if self.state.frames.device != x.device:
             raise ValueError(f"input on {x.device}, the stream on {self.state.frames.device}")
-        part = self._part(tree_map(lambda s: s[rows] if isinstance(s, Tensor) else s, self.state), rows)
-        out, part = self.model.advance(x[rows], part)
-        self._put(part, rows)
+        active = self._waiting(tree_map(lambda s: s[rows] if isinstance(s, Tensor) else s, self.state), rows)
+        out, active = self.model.advance(x[rows], active)
+        self._put(active, rows)
         for row in rows:
-            self.waiting[row] = part.waiting
+            self.waiting[row] = active.waiting
         return out
 
     def _advance(self, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
@@ -186,7 +186,7 @@ class Stream:
         with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
             return self.model.advance(x, state)
 
-    def _part(self, state: StreamState, rows: list[int]) -> StreamState:
+    def _waiting(self, state: StreamState, rows: list[int]) -> StreamState:
         return state._replace(waiting=self.waiting[rows[0]] if rows else 0)
 
     def _fresh(self, n: int) -> StreamState:
@@ -200,27 +200,21 @@ class Stream:
             fresh = fresh._replace(space=space, **first)
         return fresh
 
-    def _put(self, part: StreamState, rows: list[int]) -> None:
-        def put(whole: Any, some: Any) -> Any:
-            if not isinstance(some, Tensor):
-                return whole
-            whole = some.new_zeros(self.batch_size, *some.shape[1:]) if whole is None else whole
-            index = torch.tensor(rows, dtype=torch.int64, device=some.device)
-            return whole.index_copy(0, index, some.to(whole.dtype))
+    def _put(self, new: StreamState, rows: list[int]) -> None:
+        """Write the state of some streams into that of all."""
+
+        def put(old: Any, new: Any) -> Any:
+            if not isinstance(new, Tensor):
+                return old
+            old = new.new_zeros(self.batch_size, *new.shape[1:]) if old is None else old
+            index = torch.tensor(rows, dtype=torch.int64, device=new.device)
+            return old.index_copy(0, index, new.to(old.dtype))
 
         old = self.state
-        if old.space is None and part.space is not None:
-            device = part.frames.device
-            first = self.model.frame_states(self.batch_size, part.space, device)
-            old = old._replace(space=part.space, **first)
-        layers = tuple(tree_map(put, memory, new) for memory, new in zip(old.layers, part.layers, strict=True))
-        self.state = StreamState(
-            put(old.frames, part.frames),
-            0,
-            put(old.cells, part.cells),
-            old.space,
-            put(old.tpe, part.tpe),
-            layers,
-            put(old.total, part.total),
-            put(old.tokens, part.tokens),
-        )
+        if old.space is None and new.space is not None:
+            first = self.model.frame_states(self.batch_size, new.space, new.frames.device)
+            old = old._replace(space=new.space, **first)
+        layers = tuple(tree_map(put, *pair) for pair in zip(old.layers, new.layers, strict=True))
+        names = ("frames", "cells", "tpe", "total", "tokens")
+        rest = {name: put(getattr(old, name), getattr(new, name)) for name in names}
+        self.state = old._replace(waiting=0, layers=layers, **rest)

@@ -22,24 +22,24 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor], source: object, 
     be in the state dict once. Raises ValueError, one line: what is missing, what is unexpected,
     and which shapes are others. source: what the message begins with.
     """
-    found = {key: x for key, x in weights.items() if not key.startswith(tuple(fresh))}
+    loaded = {key: x for key, x in weights.items() if not key.startswith(tuple(fresh))}
     try:
-        missing, unexpected = net.load_state_dict(found, strict=False)
+        missing, unexpected = net.load_state_dict(loaded, strict=False)
         shapes: list[str] = []
     except RuntimeError as error:  # shapes; what else there is shows without them
-        own = net.state_dict()
-        wrong = [key for key in found if key in own and own[key].shape != found[key].shape]
-        shapes = [f"{key} (found {tuple(found[key].shape)}, expected {tuple(own[key].shape)})" for key in wrong]
+        expected = net.state_dict()
+        wrong = [key for key in loaded if key in expected and expected[key].shape != loaded[key].shape]
+        shapes = [f"{key} (found {tuple(loaded[key].shape)}, expected {tuple(expected[key].shape)})" for key in wrong]
         if not shapes:
             raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
-        rest = {key: x for key, x in found.items() if key not in wrong}
+        rest = {key: x for key, x in loaded.items() if key not in wrong}
         missing, unexpected = net.load_state_dict(rest, strict=False)
         missing = [key for key in missing if key not in wrong]
     present = net.state_dict(keep_vars=True)
-    ours = {id(present[key]) for key in found if key in present}  # a tied weight has two names
+    ours = {id(present[key]) for key in loaded if key in present}  # a tied weight has two names
     missing = [key for key in missing if id(present[key]) not in ours and not key.startswith(tuple(fresh))]
-    parts = (("missing", missing), ("unexpected", unexpected), ("other shapes", shapes))
-    if problems := [f"{what}: {_some(names)}" for what, names in parts if names]:
+    kinds = (("missing", missing), ("unexpected", unexpected), ("other shapes", shapes))
+    if problems := [f"{kind}: {_some(names)}" for kind, names in kinds if names]:
         raise ValueError(f"{source}: weights of another network; {'; '.join(problems)}")
 
 
