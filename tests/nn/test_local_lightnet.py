@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ndlightnet import NDLightNet
-from ndlightnet.layout import Grid, Ragged
+from ndlightnet.layout import Ragged
 from ndlightnet.models import ndlightnet_small
-from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention
+from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.with_local import WithLocal
 
 
@@ -99,23 +99,9 @@ def test_key_scale_survives_the_network_initialiser():
         assert torch.equal(factor * one, other), name
 
 
-def test_checkpoint_of_another_mixer_is_refused():
-    layer, other = LightNetAttention(64, dims=1), SoftmaxAttention(64)
-    with pytest.raises(RuntimeError, match=r"Missing key.*gate"):
-        layer.load_state_dict(other.state_dict())
-    assert layer.local_values is not None
-
-
 @pytest.mark.parametrize("arguments", [{"local": "keys"}, {"key_scale": 0.0}])
 def test_errors(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         LightNetAttention(8, dims=1, **arguments)
     with pytest.raises(ValueError, match="axes"):
         LightNetAttention(8, dims=1)(torch.randn(1, 3, 4, 8))
-
-
-def test_grid_alone_is_not_needed():
-    layer, _ = pair("values", 3)
-    x = torch.randn(1, 24, 12, dtype=torch.float64)
-    grid = Grid((2, 3, 4))
-    torch.testing.assert_close(layer(x, layout=grid), layer(x.view(1, 2, 3, 4, 12)).flatten(1, 3))

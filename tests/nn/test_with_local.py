@@ -197,19 +197,6 @@ def test_text_in_a_network_its_stream_and_what_a_stream_saves(close, name):
     close(y[:1], whole[:1, 7:9], 1e-10)
 
 
-@pytest.mark.parametrize("name", ["SoftmaxAttention", "Mamba"])
-def test_in_a_network_of_images(name):
-    net = NDLightNet(
-        2, 1, 3, embed_dim=16, depth=2, patch_size=2, mixer=partial(WithLocal, mixer=getattr(mixers, name))
-    )
-    x = torch.randn(2, 1, 9, 7)
-    assert net.blocks[1].mixer.local_values.dims == 2
-    expected = net(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = net(x)
-    assert (y - expected).abs().max() < 20 * 2**-8 * expected.abs().max()
-
-
 def test_errors_and_what_it_cannot():
     with pytest.raises(ValueError, match=r"local='value': expected 'values', 'input', 'both' or None"):
         WithLocal(DIM, mixers.Identity, dims=1, local="value")
