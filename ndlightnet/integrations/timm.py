@@ -20,7 +20,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 
 import ndlightnet
 from ndlightnet.models.backbone import NDLightNet
-from ndlightnet.models.features import adapt_in_chans
+from ndlightnet.models.weights import adapt_in_chans
 
 __all__ = ["images"]  # register_model adds the names of the models
 

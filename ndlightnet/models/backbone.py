@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import Boxed, Grid, Layout, Packed, Part, pack
+from ndlightnet.layout import Boxed, Exchange, Grid, Layout, Packed, Part, Shard, activated, pack, per_axis
 from ndlightnet.layout.base import check_integers, check_not_empty
-from ndlightnet.layout.shard import layout_of, layout_of_pack, layout_of_tokens
+from ndlightnet.layout.shard import layout_of, layout_of_pack, layout_of_tokens, refuse_shards
 from ndlightnet.models.config import recorded
-from ndlightnet.models.features import Backbone, adapt_in_chans, shaped
+from ndlightnet.models.hub import Pretrained
+from ndlightnet.models.large import Large, Sweeper
 from ndlightnet.models.other_names import accept_other_names
-from ndlightnet.models.stream import Stream, StreamState, advance
+from ndlightnet.models.stream import Stream, StreamState
+from ndlightnet.models.weights import adapt_in_chans
 from ndlightnet.nn.block import Block, init_network, init_weights, undecayed_names
 from ndlightnet.nn.embedding import Embedding
 from ndlightnet.nn.initial import reset
@@ -28,52 +33,55 @@ from ndlightnet.nn.position import MDTPE
 from ndlightnet.nn.stem import ConvStem
 from ndlightnet.ops.dtypes import check_not_wider, check_tensors
 
+FORMS = ("NCHW", "NHWC", "NLC")  # of features, for any number of axes
 
-class NDLightNet(Backbone):
+
+class NDLightNet(Pretrained, Large):
     """Backbone: patches (or words) -> MD-TPE -> blocks -> norm -> head, on any number of axes.
 
     Args:
         dims: number of axes of the input (1 signals and text, 2 images, 3 videos and volumes, ...).
         in_chans: channels of the input.
-        num_classes: outputs of the head, 0 for none; with `vocab_size` the default is a language
-            model (one output per word of the vocabulary at every token, weights tied to the
-            embedding).
+        num_classes: outputs of the head, 0 for none; with `vocab_size` the default is a language model (one output
+            per word of the vocabulary at every token, weights tied to the embedding).
         patch_size: cells per token, an int or one per axis; default: about 256 cells a patch.
         embed_dim, depth: width and number of blocks.
-        stem_blocks: a patch becomes a token by residual convolutions, so many blocks of them at
-            each halving, as ConvStem says; patch sizes are powers of 2. 0: by one linear map.
-        mixer: a name of ndlightnet.nn.mixers, such as "GLA", {name: arguments}, a function of the
-            width that returns a mixer, or a list of one for each layer; for text, text_mixer. If
-            its signature names `dims`, `layer` or `causal`, it is called with the number of axes,
-            the index of the layer or the argument below, too.
+        stem_blocks: a patch becomes a token by residual convolutions, so many blocks of them at each halving, as
+            ConvStem says; patch sizes are powers of 2. 0: by one linear map.
+        mixer: a name of ndlightnet.nn.mixers, such as "GLA", {name: arguments}, a function of the width that returns
+            a mixer, or a list of one for each layer; for text, text_mixer. If its signature names `dims`, `layer` or
+            `causal`, it is called with the number of axes, the index of the layer or the argument below, too.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
-        tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: scan
-            forward and backward along each axis (except the first one if causal); default: True
-            unless causal on one axis. False is the paper's form, forward only.
-        drop_rate: dropout before the head. drop_path_rate: stochastic depth, growing to this in the
-            last block.
-        causal: along the first axis: a token sees its frame (a step of that axis, `patch_size`
-            long) and those before it; with one axis, the tokens up to itself. See `stream`.
-        vocab_size: input is token numbers `(batch, length)` instead of cells `(batch, channels,
-            *space)`.
+        tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: scan forward and backward
+            along each axis (except the first one if causal); default: True unless causal on one axis. False is the
+            paper's form, forward only.
+        drop_rate: dropout before the head. drop_path_rate: stochastic depth, growing to this in the last block.
+        causal: along the first axis: a token sees its frame (a step of that axis, `patch_size` long) and those before
+            it; with one axis, the tokens up to itself. See `stream`.
+        vocab_size: input is token numbers `(batch, length)` instead of cells `(batch, channels, *space)`.
         device, dtype: where the network is built, and what it is converted to; not options of YAML.
 
-    MONAI's names spatial_dims, in_channels and out_channels are accepted for dims, in_chans and
-    num_classes, as keywords in Python.
+    MONAI's names spatial_dims, in_channels and out_channels are accepted for dims, in_chans and num_classes, as
+    keywords in Python.
 
-    Inputs may have any size, in every call: sizes that the patch does not divide are padded at the
-    end. So may those of an exported network (not causal, two tokens or more along each axis) if its
-    sizes are `Dim.DYNAMIC`:
+    Inputs may have any size, in every call: sizes that the patch does not divide are padded at the end. So may those
+    of an exported network (not causal, two tokens or more along each axis) whose `dynamic_shapes` are
+    `torch.export.Dim.DYNAMIC` (`({2: Dim.DYNAMIC, 3: Dim.DYNAMIC},)` for an image), with limits or without, or
+    `Dim.AUTO`; a batch of any size needs an example of two samples or more. A named `Dim("height")` does not work:
+    torch cannot solve for it.
 
-        size = torch.export.Dim.DYNAMIC  # or Dim.DYNAMIC(min=16, max=2048), Dim.AUTO
-        torch.onnx.export(model.eval(), (x,), dynamo=True, dynamic_shapes=({2: size, 3: size},))
-
-    A batch of any size (`{0: size, ...}`) needs an example x of two samples or more. A named
-    `Dim("height")` does not work: torch cannot solve for it.
+    Methods and arguments for features, layer decay and other heads, patches and channels are timm's.
     """
 
     usual: ClassVar = {"global_pool": "avg", "norm": True}
     head_of: ClassVar = {"num_classes": "head."}
+    embed: Any
+    tpe: Any
+    blocks: Any
+    norm: Any
+    head: Any
+    _model_args: dict[str, Any]
+    _traits: dict[str, Any]
 
     @accept_other_names
     @recorded
@@ -109,10 +117,9 @@ class NDLightNet(Backbone):
             check_integers(1, vocab_size=vocab_size)
         check_integers(0, stem_blocks=stem_blocks)
         if stem_blocks and (causal or vocab_size):
-            other = "causal=True" if causal else f"vocab_size={vocab_size}"
-            raise ValueError(
-                f"stem_blocks={stem_blocks} with {other}: expected 0, its convolutions see later frames and read cells"
-            )
+            argument = "causal=True" if causal else f"vocab_size={vocab_size}"
+            reason = "convolutions see later frames and read cells"
+            raise ValueError(f"stem_blocks={stem_blocks} with {argument}: expected 0, {reason}")
         if dims > 1 and vocab_size:
             raise ValueError(f"dims={dims} with vocab_size={vocab_size}: expected dims=1")
         factories = layer_factories("mixer", mixer, depth, dims, causal=causal)
@@ -121,7 +128,6 @@ class NDLightNet(Backbone):
         self.causal, self.vocab_size = causal, vocab_size
         self.per_token = vocab_size is not None and num_classes is None
         self.num_classes = num_classes if num_classes is not None else (vocab_size or 1000)
-        self.embed: nn.Module
         if vocab_size is not None:
             self.embed = Embedding(vocab_size, embed_dim, "input")
         else:
@@ -131,8 +137,7 @@ class NDLightNet(Backbone):
             self.embed = ConvStem(*shape, stem_blocks) if stem_blocks else Patchify(*shape)
         if tpe_bidirectional and causal and dims == 1:
             raise ValueError("tpe_bidirectional=True with causal=True on one axis: later tokens would be seen")
-        both = tpe_bidirectional is not False
-        self.tpe = MDTPE(dims, embed_dim, tpe_states, both, causal) if tpe else None
+        self.tpe = MDTPE(dims, embed_dim, tpe_states, tpe_bidirectional is not False, causal) if tpe else None
         rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.ModuleList(
             Block(embed_dim, factory, mlp_ratio, rate) for factory, rate in zip(factories, rates, strict=True)
@@ -141,7 +146,7 @@ class NDLightNet(Backbone):
         self.head_drop = nn.Dropout(drop_rate)
         self.grad_checkpointing = False
         self.tied = self.per_token
-        self.head: nn.Module = nn.Identity()
+        self.head = nn.Identity()
         if self.tied:  # on meta, as nothing is to be drawn for it
             self.head = nn.Linear(embed_dim, self.num_classes, bias=False, device="meta")
             self._tie()
@@ -151,14 +156,14 @@ class NDLightNet(Backbone):
         init_network(self)
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters and buffers as the constructor does, such as after `to_empty`
-        of a network built on device "meta"."""
+        """Initialise all parameters and buffers as the constructor does, such as after `to_empty` of a network built
+        on device "meta"."""
         reset(self)
         init_network(self)
 
     def _tie(self) -> None:
         if self.tied:
-            self.head.weight = self.embed.weight  # type: ignore[assignment]
+            self.head.weight = self.embed.weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -180,9 +185,8 @@ class NDLightNet(Backbone):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for `num_classes` classes (0: none), with global_pool="avg"
-        on the mean over tokens, with "" on every token, with None on the same as before; a
-        language model then classifies the mean."""
+        """Replace the head by a new one for `num_classes` classes (0: none), with global_pool="avg" on the mean over
+        tokens, with "" on every token, with None on the same as before; a language model then classifies the mean."""
         check_integers(0, num_classes=num_classes)
         if global_pool is None:
             global_pool = "" if self.per_token and not (self.tied and num_classes) else "avg"
@@ -196,19 +200,34 @@ class NDLightNet(Backbone):
     @property
     def _weight(self) -> Tensor:
         """A weight with the device and dtype of the residual stream; the norm may be pruned."""
-        blocks: Any = self.blocks
-        norm: Any = self.norm if isinstance(self.norm, nn.LayerNorm) else blocks[0].norm1
-        weight: Tensor = norm.weight
-        return weight
+        norm = self.norm if isinstance(self.norm, nn.LayerNorm) else self.blocks[0].norm1
+        return norm.weight
+
+    @torch.no_grad()
+    def set_input_size(
+        self, img_size: int | Sequence[int] | None = None, patch_size: int | Sequence[int] | None = None
+    ) -> None:
+        """Change the patch size, and resample the embedding's weights to it.
+
+        img_size: checked, and changes nothing: inputs may have any size. patch_size: new cells per token. The new
+        weights are those whose tokens of a linearly
+            resized patch are closest to the old tokens of the patch: equal if the patch grows.
+        """
+        if not isinstance(self.embed, Patchify):
+            raise ValueError("set_input_size: expected a network of patches, not of words and not with stem_blocks")
+        size = None if img_size is None else per_axis("img_size", img_size, self.dims)
+        new = self.embed.patch if patch_size is None else per_axis("patch_size", patch_size, self.dims)
+        if "_model_args" in vars(self):  # made by timm: what its `save_for_hf` saves
+            self._model_args = {**self._model_args, "patch_size": new}
+            self._traits = {**self._traits, "img_size": size or self._traits["img_size"]}
+        if new == self.embed.patch:
+            return
+        self.embed.resize(new)
+        self.record(patch_size=new)
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of decays, angles and the like, which weight decay would distort."""
         return undecayed_names(self)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return patterns of the names of parameters that tell the layers apart, from the embedding
-        to the head, in timm's form, for the decay of learning rates by layer."""
-        return {"stem": r"^(?:embed|tpe)\.", "blocks": [(r"^blocks\.(\d+)\.", None), (r"^norm\.", (99999,))]}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing their activations."""
@@ -216,13 +235,11 @@ class NDLightNet(Backbone):
 
     def token_mask(self, mask: Tensor | None) -> Tensor | None:
         """Map a mask of cells (batch, *space) to tokens (batch, *grid): True with any real cell."""
-        if mask is None or not isinstance(self.embed, Patchify):
-            return mask
-        return self.embed.cut_mask(mask)
+        return self.embed.cut_mask(mask) if mask is not None and isinstance(self.embed, Patchify) else mask
 
     def pack(self, samples: Iterable[Tensor]) -> Packed:
-        """Pack samples (in_chans, *space), or words (length,), of any sizes into one batch without
-        padding, for `forward`. See ndlightnet.pack, which a DataLoader can use without the network.
+        """Pack samples (in_chans, *space), or words (length,), of any sizes into one batch without padding, for
+        `forward`. See ndlightnet.pack, which a DataLoader can use without the network.
         """
         self._check_stem("pack")
         return pack(samples, self.embed.patch if isinstance(self.embed, Patchify) else None)
@@ -236,9 +253,9 @@ class NDLightNet(Backbone):
     @overload
     def forward_features(self, x: Tensor | Packed, mask: Tensor | None = None) -> Any: ...
     def forward_features(self, x: Any, mask: Tensor | None = None) -> Any:
-        """Map cells (batch, in_chans, *space) or token numbers (batch, length) to features (batch,
-        *grid, embed_dim), packed samples to Packed features (length, embed_dim), Boxed cells to
-        those of each box (samples * count, *box, embed_dim).
+        """Map cells (batch, in_chans, *space) or token numbers (batch, length) to features (batch, *grid, embed_dim),
+        packed samples to Packed features (length, embed_dim), Boxed cells to those of each box (samples * count,
+        *box, embed_dim).
 
         mask: bool (batch, *space), False = padding, which no other token sees.
         """
@@ -248,12 +265,12 @@ class NDLightNet(Backbone):
         return shaped(self.norm(tokens), layout, "NHWC")
 
     def _embedded(self, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Layout]:
-        """Return the tokens (batch, length, dim) of an input after the embedding and MD-TPE, their
-        mask (batch, length) and layout."""
+        """Return the tokens (batch, length, dim) of an input after the embedding and MD-TPE, their mask (batch,
+        length) and layout."""
         layout: Layout
         if isinstance(x, Packed):
             self._check_packed(x, mask)
-            embed: Any = self.embed.proj if isinstance(self.embed, Patchify) else self.embed
+            embed = self.embed.proj if isinstance(self.embed, Patchify) else self.embed
             layout, tokens = layout_of_pack(x.values, x.layout), embed(x.values[None])
         elif isinstance(x, Boxed):
             self._check_boxed(x, mask)
@@ -273,12 +290,37 @@ class NDLightNet(Backbone):
         tokens = tokens.to(dtype) if self.tpe is None else self.tpe(tokens, mask, layout, dtype)
         return tokens, mask, layout
 
-    def _through(self, block: Any, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
-        """Apply a block to tokens (batch, length, dim)."""
+    def _through(self, block: Any, x: Tensor, mask: Tensor | None, layout: Layout) -> Any:
         if self.grad_checkpointing and self.training:
             return checkpoint(block, x, mask, self.causal, layout, use_reentrant=False)
-        out: Tensor = block(x, mask, self.causal, layout)
-        return out
+        return block(x, mask, self.causal, layout)
+
+    def _check_packed(self, packed: Packed, mask: Tensor | None) -> None:
+        self._check_stem("packed samples")
+        x, layout = packed.values, packed.layout
+        width = (self.embed.proj.in_features,) if isinstance(self.embed, Patchify) else ()
+        if tuple(x.shape) != (layout.length, *width) or layout.ndim != self.dims:
+            raise ValueError(
+                f"packed samples {tuple(x.shape)} with {layout.ndim} axes: expected "
+                f"{(layout.length, *width)} with {self.dims}; pack with the network's patch_size"
+            )
+        check_not_wider(self, values=x)
+        if mask is not None:
+            raise ValueError("mask: expected none with packed samples, which have no padding")
+
+    def _check_boxed(self, boxed: Boxed, mask: Tensor | None) -> None:
+        refuse_shards("boxes")
+        x, layout, patch = boxed.values, boxed.layout, getattr(self.embed, "patch", ())
+        cells = tuple(n * p for n, p in zip(layout.shape, patch, strict=False))
+        if tuple(x.shape[1:]) != (self.in_chans, *cells) or layout.ndim != self.dims:
+            raise ValueError(
+                f"boxes of cells {tuple(x.shape[1:])}: expected (in_chans={self.in_chans}, *cells) "
+                f"of {layout.shape} tokens of {patch}"
+            )
+        check_not_wider(self, boxes=x)
+        if mask is not None or self.causal:
+            what = "mask" if mask is not None else "causal=True"
+            raise ValueError(f"{what}: expected none with boxes, which are read as a whole")
 
     @property
     def slab_multiples(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -318,10 +360,116 @@ class NDLightNet(Backbone):
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != cells):
             raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {cells}")
 
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """What each block returns: its name `module`, channels `num_chs` and `reduction`, cells per token along an
+        axis (the most of any axis)."""
+        reduction = max(self.embed.patch) if isinstance(self.embed, PatchEmbed) else 1
+        each = {"num_chs": self.embed_dim, "reduction": reduction}
+        return [{"module": f"blocks.{i}", **each} for i in range(len(self.blocks))]
+
+    @property
+    def global_pool(self) -> str:
+        """timm's name of what lies before the head: "avg", the mean over tokens, or "", nothing."""
+        return "" if self.per_token else "avg"
+
+    def forward_intermediates(
+        self,
+        x: Any,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        mask: Tensor | None = None,
+    ) -> Any:
+        """Return (features, intermediates): those of `forward_features`, and a list of the features after some
+        blocks, from the first to the last.
+
+        Args:
+            x: as in `forward_features`; of a pack all features are Packed.
+            indices: the blocks, negative ones counted from the last; an int: the last n; None: all.
+            norm: apply the last norm to the intermediates.
+            stop_early: leave out the blocks after the last of `indices`, in both results.
+            output_fmt: of the intermediates: "NCHW" (batch, embed_dim, *grid), "NHWC" (batch, *grid, embed_dim) or
+                "NLC" (batch, length, embed_dim), on any number of axes.
+            intermediates_only: return the list alone.
+            mask: bool (batch, *space), False = padding.
+        """
+        if output_fmt not in FORMS:
+            raise ValueError(f"output_fmt={output_fmt!r}: expected one of {FORMS}")
+        if norm and not isinstance(self.norm, nn.LayerNorm):
+            raise ValueError("norm=True: expected a network whose norm is not pruned")
+        taken = self._block_indices(indices)
+        tokens, token_mask, layout = self._embedded(x, mask)
+        maps = []
+        for i, block in enumerate(self.blocks):
+            tokens = self._through(block, tokens, token_mask, layout)
+            if i in taken:
+                maps.append(shaped(self.norm(tokens) if norm else tokens, layout, output_fmt))
+            if stop_early and i == max(taken):
+                break
+        if intermediates_only:
+            return maps
+        return shaped(self.norm(tokens), layout, "NHWC"), maps
+
+    def get_intermediate_layers(
+        self,
+        x: Any,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        mask: Tensor | None = None,
+    ) -> list[Any]:
+        """Return the features after the last n blocks, or after the blocks n, as a list of (batch, length,
+        embed_dim), with `reshape` (batch, embed_dim, *grid). There are no prefix tokens: `return_prefix_tokens`
+        changes nothing, as in timm."""
+        form = "NCHW" if reshape else "NLC"
+        return self.forward_intermediates(x, n, norm, True, form, intermediates_only=True, mask=mask)  # type: ignore
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove the blocks after the last of `indices`, and with the options the norm and the head. Return the
+        indices as counted from the first block."""
+        taken = self._block_indices(indices)
+        self.blocks = self.blocks[: max(taken) + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+            self.record(norm=False)
+        mixer = self.config.get("mixer")
+        self.record(depth=len(self.blocks), drop_path_rate=self.blocks[-1].drop_path.p)
+        if isinstance(mixer, list):
+            self.record(mixer=mixer[: len(self.blocks)])
+        if prune_head:
+            self.reset_classifier(0)
+        return taken
+
+    def _block_indices(self, indices: Any) -> list[int]:
+        """Return indices counted from the first block, in the order given. indices: an integer of any type, a
+        sequence of them, or None."""
+        blocks = len(self.blocks)
+        if indices is None:
+            return list(range(blocks))
+        if isinstance(indices, Integral):
+            if int(indices) not in range(1, blocks + 1):
+                raise ValueError(f"indices={indices}: expected 1 to {blocks}, the number of blocks")
+            return list(range(blocks - int(indices), blocks))
+        if not indices or any(not -blocks <= i < blocks for i in indices):
+            raise ValueError(f"indices={indices!r}: expected some of -{blocks} to {blocks - 1}, of {blocks} blocks")
+        return [i % blocks for i in indices]
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return regular expressions of parameter names in timm's form, for layer decay: the stem (embedding and
+        MD-TPE), each block, the norm with the last block; the head is the rest. coarse: no change, there are no
+        stages of several blocks."""
+        return {"stem": r"^(?:embed|tpe)\.", "blocks": [(r"^blocks\.(\d+)\.", None), (r"^norm\.", (99999,))]}
+
     def forward_head(self, features: Any, pre_logits: bool = False, *, mask: Tensor | None = None) -> Tensor:
-        """Map features (batch, *grid, embed_dim) to (batch, num_classes), by the mean over (real)
-        tokens; those of a language model to (batch, length, vocab_size), or (length, vocab_size) of
-        packed samples. mask: of cells, as in `forward_features`."""
+        """Map features (batch, *grid, embed_dim) to (batch, num_classes), by the mean over (real) tokens; those of a
+        language model to (batch, length, vocab_size), or (length, vocab_size) of packed samples. mask: of cells, as
+        in `forward_features`."""
         layout: Layout
         if isinstance(features, Packed):
             layout, features = features.layout, features.values
@@ -342,33 +490,91 @@ class NDLightNet(Backbone):
 
         def __call__(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor: ...
 
+    @property
+    def bytes_per_cell(self) -> float:  # type: ignore[override]
+        # a block's activations: about 20 numbers of 4 bytes for each channel of a token
+        return 80 * self.embed_dim / math.prod(self.slab_multiples)
+
+    def sweep(self, sweeper: Sweeper, volume: list[Any]) -> Tensor:
+        spaces = [x.shape[2:] for x in volume]
+
+        def embedded(exchange: Exchange, x: Tensor) -> Tensor:
+            with activated(Shard(exchange, sweeper.axis, sweeper.sizes)):
+                return self._embedded(x, None)[0]
+
+        def layout(exchange: Exchange) -> Part:
+            return sweeper.part(exchange, spaces[exchange.rank]).strided(self.slab_multiples)
+
+        def through(block: Any, exchange: Exchange, x: Tensor) -> Tensor:
+            return self._through(block, x, None, layout(exchange))
+
+        def last(exchange: Exchange, x: Tensor) -> Tensor:
+            slab, x = layout(exchange), self.norm(x)
+            return slab.unflatten(x) if self.per_token else slab.pool(x)
+
+        tokens = sweeper.apply(embedded, volume)
+        for block in self.blocks:
+            tokens = sweeper.apply(partial(through, block), tokens, drop=True)
+        slabs = sweeper.apply(last, tokens, drop=True)
+        features = torch.cat(slabs, 1 + sweeper.axis) if self.per_token else slabs[0]
+        return sweeper.then(self.head(self.head_drop(features.to(sweeper.device)))).cpu()
+
     def init_state(self, batch: int) -> StreamState:
         """Return the state before the first frame, for `advance`."""
         if not self.causal:
             raise ValueError("causal=False: expected a causal network, it sees no later frame")
         weight = self._weight
         count = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-        blocks: Any = self.blocks
-        for block in blocks:
+        for block in self.blocks:
             block.init_state(0)  # raises where a mixer cannot advance frame by frame
         exact = torch.promote_types(weight.dtype, torch.float32)
         total = torch.zeros(batch, self.embed_dim, dtype=exact, device=weight.device)
         return StreamState(count, 0, None, None, None, (), total, count)
 
     def advance(self, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
-        """Map the next frames (batch, in_chans, frames, *space), or tokens (batch, length), to the
-        features of the tokens that they complete, (batch, frames of tokens, *grid, embed_dim).
+        """Map the next frames (batch, in_chans, frames, *space), or tokens (batch, length), to the features of the
+        tokens that they complete, (batch, frames of tokens, *grid, embed_dim).
 
-        From `init_state` on, in chunks of any size, the features are those of `forward_features`;
-        frames that do not fill a patch wait for the next frames. The state does not grow.
+        From `init_state` on, in chunks of any size, the features are those of `forward_features`; frames that do not
+        fill a patch wait for the next frames. The state does not grow.
         """
-        return advance(self, x, state)
+        self._check(x, None)
+        chunk = layout_of(x, x.ndim - self.dims)
+        if x.shape[0] != state.frames.shape[0]:
+            raise ValueError(f"input of {x.shape[0]} samples, a state of {state.frames.shape[0]}")
+        if self.vocab_size is None:
+            x, state = state.fill_patches(x, self.embed.patch[0])
+        # the residual stream stays in the parameters' precision under autocast
+        x = self.embed(x).to(self._weight.dtype)
+        if x.shape[1] == 0:
+            return x, state
+        if state.space is None:
+            space = tuple(x.shape[2:-1])
+            state = state._replace(space=space, **self.frame_states(x.shape[0], space, x.device))
+        layout = Grid.of(x)
+        if isinstance(chunk, Part):  # the frames that wait are as the chunk's
+            layout = replace(chunk.strided(self.slab_multiples), shape=layout.shape)
+        tpe, layers = state.tpe, []
+        if self.tpe is not None:
+            x, tpe = self.tpe.advance(x, tpe, layout)
+        for block, memory in zip(self.blocks, state.layers, strict=True):
+            x, memory = block.advance(x, memory, state.frames, layout)
+            layers.append(memory)
+        x = self.norm(x)
+        total, count = layout.sums(x.flatten(1, -2).to(state.total.dtype))
+        total, tokens, frames = state.total + total, state.tokens + count, state.frames + x.shape[1]
+        return x, state._replace(frames=frames, tpe=tpe, layers=tuple(layers), total=total, tokens=tokens)
+
+    def frame_states(self, batch: int, space: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+        """Return what of a stream's state depends on a frame's shape, before the first frame."""
+        tpe = None if self.tpe is None else self.tpe.init_state(batch, space, device)
+        return {"tpe": tpe, "layers": tuple(block.init_state(batch, device, space) for block in self.blocks)}
 
     def stream(self, batch_size: int = 1, *, cuda_graph: bool = True) -> Stream:
         """Return a Stream, which takes frames as they come and predicts from all frames so far.
 
-        `stream = model.eval().stream()`, then `logits = stream(frames)` with any number of frames,
-        at any time: equal to `model` on all frames at once. See Stream.
+        `stream = model.eval().stream()`, then `logits = stream(frames)` with any number of frames, at any time: equal
+        to `model` on all frames at once. See Stream.
         """
         return Stream(self, batch_size, cuda_graph=cuda_graph)
 
@@ -376,6 +582,16 @@ class NDLightNet(Backbone):
 def _tie_again(net: NDLightNet, _: Any) -> None:
     """Tie the weights after `load_state_dict(assign=True)`, which makes two parameters of one."""
     net._tie()
+
+
+def shaped(x: Tensor, layout: Layout, form: str) -> Any:
+    """Shape tokens (batch, length, dim) as one of FORMS; those of a pack are Packed."""
+    if not isinstance(layout, Grid):
+        return Packed(layout.unflatten(x), layout)  # type: ignore[arg-type]
+    if form == "NLC":
+        return x
+    x = layout.unflatten(x)
+    return x.movedim(-1, 1).contiguous() if form == "NCHW" else x  # other networks' heads use `view`
 
 
 # the three sizes of the paper; not partial of partial, whose arguments mypy does not check

@@ -2,74 +2,69 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 TAGS = ("ndlightnet", "lightnet-attention", "pytorch", "arxiv:2405.21022")
 NAME = r"[\w.-]+(/[\w.-]+)?"  # of a data set on the Hub
+TEXT = """---
+{header}
+---
+
+# {title}
+
+A network of ndlightnet (`{network}`), with LightNet attention ([arXiv 2405.21022](https://arxiv.org/abs/2405.21022));
+config.json has its arguments.
+
+```python
+from ndlightnet.models import {network}
+
+model = {network}.from_pretrained("{source}")
+```
+
+## Training data
+
+{data}
+
+## Results
+
+{results}
+
+## Licence
+
+{license}
+"""
 
 
-@dataclass(frozen=True)
-class Card:
-    """What a model card says; the arguments are those of `save_pretrained`."""
-
-    network: str
-    license: str | None
-    data: list[str]
-    metrics: dict[str, float]
-    tags: Sequence[str]
-    pipeline_tag: str | None
-    repo_id: str | None
-
-    @property
-    def says_more(self) -> bool:
-        """Whether more is known than the network."""
-        return bool(self.license or self.data or self.metrics or self.tags or self.repo_id)
-
-    def text(self) -> str:
-        """Return the card in Markdown, with its data in YAML in front."""
-        entries = {
-            "library_name": "ndlightnet",
-            "tags": [*TAGS, *(tag for tag in self.tags if tag not in TAGS)],
-            "license": self.license,
-            "pipeline_tag": self.pipeline_tag,
-            "datasets": [name for name in self.data if re.fullmatch(NAME, name)],
-            "metrics": list(self.metrics),
-        }
-        # JSON is YAML, with texts in quotes
-        head = [f"{key}: {json.dumps(value)}" for key, value in entries.items() if value]
-        name = (self.repo_id or self.network).split("/")[-1]
-        where = self.repo_id or "FOLDER"
-        lines = [
-            "---",
-            *head,
-            "---",
-            "",
-            f"# {name}",
-            "",
-            f"A network of ndlightnet (`{self.network}`), with LightNet attention "
-            "([arXiv 2405.21022](https://arxiv.org/abs/2405.21022)); config.json has its "
-            "arguments.",
-            "",
-            "```python",
-            f"from ndlightnet.models import {self.network}",
-            "",
-            f'model = {self.network}.from_pretrained("{where}")',
-            "```",
-            "",
-            "## Training data",
-            "",
-            ", ".join(self.data) or "Not stated.",
-            "",
-            "## Results",
-            "",
-        ]
-        if self.metrics:
-            rows = [f"| {key} | {value:g} |" for key, value in self.metrics.items()]
-            lines += ["| metric | value |", "|---|---|", *rows]
-        else:
-            lines += ["Not stated."]
-        lines += ["", "## Licence", "", self.license or "Not stated.", ""]
-        return "\n".join(lines)
+def model_card(
+    network: str,
+    card_data: Any,
+    *,
+    license: str | None,
+    data: Sequence[str],
+    metrics: Mapping[str, float],
+    tags: Sequence[str],
+    pipeline_tag: str | None,
+    repo_id: str | None,
+) -> str:
+    """Return the card of a network of this class in Markdown. card_data: the class ModelCardData of
+    huggingface_hub; the other arguments are those of `save_pretrained`."""
+    header = card_data(
+        library_name="ndlightnet",
+        tags=[*TAGS, *(tag for tag in tags if tag not in TAGS)],
+        license=license,
+        pipeline_tag=pipeline_tag,
+        datasets=[name for name in data if re.fullmatch(NAME, name)] or None,
+        metrics=list(metrics) or None,
+    )
+    rows = ["| metric | value |", "|---|---|", *(f"| {key} | {value:g} |" for key, value in metrics.items())]
+    return TEXT.format(
+        header=header.to_yaml(),
+        title=(repo_id or network).split("/")[-1],
+        network=network,
+        source=repo_id or "FOLDER",
+        data=", ".join(data) or "Not stated.",
+        results="\n".join(rows) if metrics else "Not stated.",
+        license=license or "Not stated.",
+    )

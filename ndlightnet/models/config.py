@@ -77,8 +77,8 @@ def recorded(init: Init) -> Init:
     The signature shows neither of these two: they are no options of a YAML file. Type checkers
     read them in the source.
     """
-    own = signature(init)
-    shown = [p for name, p in own.parameters.items() if name not in PLACE]
+    full = signature(init)
+    options = [p for name, p in full.parameters.items() if name not in PLACE]
 
     @wraps(init)
     def placed(self: Any, *args: Any, device: Any = None, dtype: Any = None, **more: Any) -> None:
@@ -89,14 +89,14 @@ def recorded(init: Init) -> Init:
         if dtype is not None:
             self.to(dtype)
 
-    placed.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+    placed.__signature__ = full.replace(parameters=options)  # type: ignore[attr-defined]
     return _noting(placed)  # type: ignore[return-value]
 
 
 def _noting(init: Callable[..., None], inherited: Sequence[str] = ()) -> Callable[..., None]:
     """Let an `__init__` note its arguments, unless that of a subclass has called it. inherited: the
     names of the base class's, for an `__init__` that passes on `*args`."""
-    own = signature(init)
+    declared = signature(init)
 
     @wraps(init)
     def noting(self: Any, *args: Any, **options: Any) -> None:
@@ -109,28 +109,28 @@ def _noting(init: Callable[..., None], inherited: Sequence[str] = ()) -> Callabl
         finally:
             del state["_building"]
         for name in PLACE:
-            if name not in own.parameters:
+            if name not in declared.parameters:
                 options.pop(name, None)
-        state["_config"], state["_beyond"] = _arguments(own, args, options, inherited), {}
+        state["_config"], state["_beyond"] = _arguments(declared, args, options, inherited), {}
 
     noting.records = True  # type: ignore[attr-defined]
     return noting
 
 
-def _arguments(own: Signature, args: Any, options: dict[str, Any], inherited: Sequence[str]) -> dict[str, Any]:
+def _arguments(declared: Signature, args: Any, options: dict[str, Any], inherited: Sequence[str]) -> dict[str, Any]:
     """Return the JSON form of all arguments of a call of an `__init__`."""
-    bound = own.bind(None, *args, **options)
+    bound = declared.bind(None, *args, **options)
     bound.apply_defaults()
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in list(bound.arguments.items())[1:]:
-        if own.parameters[name].kind is Parameter.VAR_KEYWORD:
-            found.update({key: _form(key, one) for key, one in value.items()})
-        elif own.parameters[name].kind is Parameter.VAR_POSITIONAL:
+        if declared.parameters[name].kind is Parameter.VAR_KEYWORD:
+            arguments.update({key: _form(key, one) for key, one in value.items()})
+        elif declared.parameters[name].kind is Parameter.VAR_POSITIONAL:
             names = zip(inherited, value, strict=False)
-            found.update({key: _form(key, one) for key, one in names})
+            arguments.update({key: _form(key, one) for key, one in names})
         else:
-            found[name] = _form(name, value)
-    return found
+            arguments[name] = _form(name, value)
+    return arguments
 
 
 def _form(name: str, value: Any) -> Any:

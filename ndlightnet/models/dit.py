@@ -41,10 +41,11 @@ class NDLightDiT(Pretrained):
         size: "S", "B", "L" or "XL": the defaults of `embed_dim` and `depth`, in DIT_SIZES.
         patch_size: cells per token, an int or one per axis.
         embed_dim, depth: width and number of blocks.
-        mixer, mlp_ratio, tpe, tpe_states: as in NDLightNet.
-        class_dropout: probability in training that a sample's class is replaced by "no class", so
-            that sampling may be guided (classifier-free guidance).
+        mixer, tpe, tpe_states: as in NDLightNet.
         device, dtype: as in NDLightNet.
+
+    In training a sample's class is replaced by "no class" with probability 0.1, `class_dropout`, so
+    that sampling may be guided (classifier-free guidance).
 
     Inputs may have any size, in every call: sizes that the patch does not divide are padded at the
     end, and the output is cropped.
@@ -58,6 +59,7 @@ class NDLightDiT(Pretrained):
     """
 
     head_of: ClassVar = {"num_classes": "class_embed."}
+    class_dropout = 0.1
 
     @recorded
     def __init__(
@@ -71,10 +73,8 @@ class NDLightDiT(Pretrained):
         embed_dim: int | None = None,
         depth: int | None = None,
         mixer: Factories = LightNetAttention,
-        mlp_ratio: float = 8 / 3,
         tpe: bool = True,
         tpe_states: int = 32,
-        class_dropout: float = 0.1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -86,16 +86,14 @@ class NDLightDiT(Pretrained):
         blocks = blocks if depth is None else depth
         check_integers(1, dims=dims, in_chans=in_chans, embed_dim=width, depth=blocks)
         check_integers(0, num_classes=num_classes)
-        if not 0 <= class_dropout < 1:
-            raise ValueError(f"class_dropout={class_dropout}: expected 0 <= class_dropout < 1")
         factories = layer_factories("mixer", mixer, blocks, dims)
         self.dims, self.in_chans, self.num_classes = dims, in_chans, num_classes
-        self.embed_dim, self.class_dropout = width, class_dropout
+        self.embed_dim = width
         self.embed = Patchify(dims, in_chans, patch_size, width)
         self.tpe = MDTPE(dims, width, tpe_states) if tpe else None
         self.time_embed = TimeEmbedding(width)
         self.class_embed = Embedding(num_classes + 1, width, "y") if num_classes else None
-        self.blocks = nn.ModuleList(AdaptiveBlock(width, one, mlp_ratio) for one in factories)
+        self.blocks = nn.ModuleList(AdaptiveBlock(width, factory) for factory in factories)
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.modulation = Modulation(width, 2)
         self.unembed = nn.Linear(width, math.prod(self.embed.patch) * in_chans)

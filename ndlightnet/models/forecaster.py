@@ -15,14 +15,16 @@ from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories, reads
 from ndlightnet.ops import frequencies
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 
+TIME_FEATURES = 4  # of a step, as ndlightnet.data.series has them
+
 
 class CrossBlock(Block):
     """A causal Block with cross attention between its mixer and its mlp: x + mixer(norm x), then
     x + cross(norm x, context), then x + mlp(norm x). fixed: `cross` holds also if the mixer has no
     cross form, for which LightNetAttention stands otherwise."""
 
-    def __init__(self, dim: int, mixer: Factory, cross: Factory, mlp_ratio: float = 8 / 3, fixed: bool = True) -> None:
-        super().__init__(dim, mixer, mlp_ratio)
+    def __init__(self, dim: int, mixer: Factory, cross: Factory, fixed: bool) -> None:
+        super().__init__(dim, mixer)
         if not fixed and not reads_context(self.mixer):
             cross = LightNetAttention
         self.norm_cross = nn.LayerNorm(dim, eps=1e-6)
@@ -52,12 +54,10 @@ class Forecaster(Pretrained):
             decoder count from the same step, which matters to mixers with a position code.
         period: steps after which the series roughly repeats. The mean is over all whole periods
             that end with the last input step.
-        time_chans: time features of a step.
         embed_dim, depth, decoder_depth: width and numbers of blocks.
         mixer: as in NDLightNet; the decoder's layers follow the encoder's. cross: likewise, for the
             decoder's layers to read the encoder's output, called with `context`; default: the cross
             form of `mixer`, or of LightNet attention where it has none.
-        mlp_ratio: hidden width of the gated MLP / embed_dim.
         drop_rate: dropout after the embedding and before the head.
         device, dtype: as in NDLightNet.
     """
@@ -69,13 +69,11 @@ class Forecaster(Pretrained):
         label_length: int = 336,
         *,
         period: int = 1,
-        time_chans: int = 4,
         embed_dim: int = 128,
         depth: int = 2,
         decoder_depth: int = 1,
         mixer: Factories = LightNetAttention,
         cross: Factories | None = None,
-        mlp_ratio: float = 8 / 3,
         drop_rate: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -99,13 +97,12 @@ class Forecaster(Pretrained):
         self.in_chans, self.label_length, self.period = in_chans, label_length, period
         self.embed_dim = embed_dim
         self.embed = nn.Linear(in_chans, embed_dim)
-        self.embed_time = nn.Linear(time_chans, embed_dim, bias=False)
+        self.embed_time = nn.Linear(TIME_FEATURES, embed_dim, bias=False)
         self.drop = nn.Dropout(drop_rate)
-        self.encoder = nn.ModuleList(Block(embed_dim, one, mlp_ratio) for one in encoders)
+        self.encoder = nn.ModuleList(Block(embed_dim, factory) for factory in encoders)
         self.encoder_norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.decoder = nn.ModuleList(
-            CrossBlock(embed_dim, *pair, mlp_ratio, fixed=cross is not None)
-            for pair in zip(decoders, crosses, strict=True)
+            CrossBlock(embed_dim, *pair, fixed=cross is not None) for pair in zip(decoders, crosses, strict=True)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head = nn.Linear(embed_dim, in_chans)
@@ -122,36 +119,36 @@ class Forecaster(Pretrained):
 
     def forward(self, values: Tensor, times: Tensor) -> Tensor:
         """Map values (batch, input_length, in_chans) and times (batch, input_length + horizon,
-        time_chans) to the forecast (batch, horizon, in_chans)."""
+        4) to the forecast (batch, horizon, in_chans)."""
         refuse_shards("Forecaster")
         check_floats(values=values, times=times)
         check_not_wider(self, values=values, times=times)
-        known, horizon = values.shape[1], times.shape[1] - values.shape[1]
+        past, horizon = values.shape[1], times.shape[1] - values.shape[1]
         least = max(self.label_length, self.period)
-        if values.shape[2] != self.in_chans or least > known or horizon < 1:
+        if values.shape[2] != self.in_chans or least > past or horizon < 1:
             raise ValueError(
                 f"values {tuple(values.shape)}, times {tuple(times.shape)}: expected (batch, "
                 f"{least} or more, {self.in_chans}) and times of more steps"
             )
         level = self._level(values, horizon)
-        x = nn.functional.pad(values - level[:, :known], (0, 0, 0, horizon))
+        x = nn.functional.pad(values - level[:, :past], (0, 0, 0, horizon))
         x = self.embed(x) + self.embed_time(times) + sinusoids(x.shape[1], self.embed_dim, x.device)
         # the residual stream stays in the parameters' precision under autocast
         x = self.drop(x.to(self.norm.weight.dtype))
-        source, x = x[:, :known], x[:, known - self.label_length :]
+        source, x = x[:, :past], x[:, past - self.label_length :]
         for block in self.encoder:
             source = block(source)
         source = self.encoder_norm(source)
         for block in self.decoder:
             x = block(x, source)
         out: Tensor = self.head(self.drop(self.norm(x[:, -horizon:])))
-        return level[:, known:] + out
+        return level[:, past:] + out
 
     def _level(self, values: Tensor, horizon: int) -> Tensor:
         """Return the mean period of the input steps, repeated over them and the later steps."""
-        known, period = values.shape[1], self.period
-        mean = values[:, known % period :].unflatten(1, (-1, period)).mean(1)
-        phase = torch.arange(-known, horizon, device=values.device) % period
+        past, period = values.shape[1], self.period
+        mean = values[:, past % period :].unflatten(1, (-1, period)).mean(1)
+        phase = torch.arange(-past, horizon, device=values.device) % period
         return mean[:, phase]
 
 

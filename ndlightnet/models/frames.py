@@ -30,7 +30,7 @@ class FrameByFrame(nn.Module):
         y = self.net(frames.flatten(0, 1))
         if isinstance(y, Tensor):
             return y.unflatten(0, frames.shape[:2]).transpose(1, 2)
-        return [part.unflatten(0, frames.shape[:2]).transpose(1, 2) for part in y]
+        return [level.unflatten(0, frames.shape[:2]).transpose(1, 2) for level in y]
 
 
 class FramesAsChannels(nn.Module):

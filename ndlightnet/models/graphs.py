@@ -53,22 +53,22 @@ class Graphs:
                     del self.captured[next(iter(self.captured))]
                 return self.step(x, state)
             self._write(state)
-            found = self.captured.pop(key) or self._capture(x, state)
-            self.captured[key] = found
-            found.x.copy_(x)
-            found.graph.replay()
-            return found.output.clone(), found.state
+            captured = self.captured.pop(key) or self._capture(x, state)
+            self.captured[key] = captured
+            captured.x.copy_(x)
+            captured.graph.replay()
+            return captured.output.clone(), captured.state
 
     def _write(self, state: Any) -> None:
-        mine = [leaf for leaf in tree_leaves(self.state) if isinstance(leaf, Tensor)]
-        given = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-        own = {leaf.untyped_storage().data_ptr() for leaf in mine}
+        held = [leaf for leaf in tree_leaves(self.state) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+        storages = {leaf.untyped_storage().data_ptr() for leaf in held}
         # copies of views of tensors that would be overwritten before the views are read
-        given = [
-            leaf.clone() if all(leaf is not m for m in mine) and leaf.untyped_storage().data_ptr() in own else leaf
-            for leaf in given
+        tensors = [
+            leaf.clone() if all(leaf is not m for m in held) and leaf.untyped_storage().data_ptr() in storages else leaf
+            for leaf in tensors
         ]
-        for into, leaf in zip(mine, given, strict=True):
+        for into, leaf in zip(held, tensors, strict=True):
             if into is not leaf:
                 into.copy_(leaf)
 
@@ -99,5 +99,5 @@ def _kinds(state: Any) -> list[Any]:
 
 def _laid_over(state: Any, tensors: Any) -> Any:
     """Return `state` with its tensors replaced by those of `tensors`."""
-    others = iter([leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)])
-    return tree_map(lambda x: next(others) if isinstance(x, Tensor) else x, state)
+    leaves = iter([leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)])
+    return tree_map(lambda x: next(leaves) if isinstance(x, Tensor) else x, state)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.models.card import Card
+from ndlightnet.models.card import model_card
 from ndlightnet.models.config import Configured
 from ndlightnet.models.other_names import SAME
 from ndlightnet.models.weights import load_weights, read_checkpoint
@@ -76,9 +76,9 @@ class Pretrained(Configured):
         "apache-2.0". data: what the network was trained on, sentences or names of data sets.
         metrics: results by name. pipeline_tag: default: by the kind of network. repo_id: for the
         example. A README.md that is there stays, unless one of these is given.
-        Needs safetensors. Raises ValueError for parameters that FSDP has split among processes.
+        Needs safetensors and huggingface_hub. Raises ValueError for parameters that FSDP has split among processes.
         """
-        save = _needed("safetensors.torch").save_file
+        save, card_data = _needed("safetensors.torch").save_file, _needed("huggingface_hub").ModelCardData
         if split := [name for name, p in self.named_parameters() if hasattr(p, "full_tensor")]:
             raise ValueError(
                 f"{split[0]} is split among processes (DTensor): expected whole parameters, such "
@@ -91,21 +91,28 @@ class Pretrained(Configured):
         weights = self._untied()
         _write(folder / WEIGHTS, lambda draft: save(weights, str(draft), {"format": "pt"}))
         _write(folder / CONFIG, lambda draft: draft.write_text(text, "utf-8"))
-        names = [data] if isinstance(data, str) else list(data or ())
-        tag = pipeline_tag or self.pipeline_tag
-        card = Card(type(self).__name__, license, names, dict(metrics or {}), tags, tag, repo_id)
-        if card.says_more or not (folder / CARD).exists():
-            _write(folder / CARD, lambda draft: draft.write_text(card.text(), "utf-8"))
+        if license or data or metrics or tags or repo_id or not (folder / CARD).exists():
+            card = model_card(
+                type(self).__name__,
+                card_data,
+                license=license,
+                data=[data] if isinstance(data, str) else data or (),
+                metrics=metrics or {},
+                tags=tags,
+                pipeline_tag=pipeline_tag or self.pipeline_tag,
+                repo_id=repo_id,
+            )
+            _write(folder / CARD, lambda draft: draft.write_text(card, "utf-8"))
         return folder
 
     def _untied(self) -> dict[str, Tensor]:
         """Return the state dict with tied weights once, by their first name. (safetensors' own
         save_model takes one name or the other, and its files differ from run to run.)"""
-        found: dict[int, str] = {}
+        first: dict[int, str] = {}
         state = self.state_dict(keep_vars=True)
         for key, x in state.items():
-            found.setdefault(id(x), key)
-        return {key: state[key].detach().contiguous() for key in found.values()}
+            first.setdefault(id(x), key)
+        return {key: state[key].detach().contiguous() for key in first.values()}
 
     def push_to_hub(
         self,
@@ -161,7 +168,7 @@ class Pretrained(Configured):
         download. arguments: of the constructor, in place of those in config.json, such as
         drop_path_rate; a mixer that is not of ndlightnet has to be given. With another number of
         classes the head is new, and a warning says so; with other input channels the first layer
-        is adapted as in timm, see `models.features.adapt_in_chans`.
+        is adapted as in timm, see `models.weights.adapt_in_chans`.
         Raises ValueError, one line, for weights that do not fit, FileNotFoundError for files that
         are not there. Nothing is imported that a file names.
         """
@@ -199,7 +206,7 @@ class Pretrained(Configured):
         mode; with the averaged weights if the training averaged.
 
         arguments: of the constructor, in place of those in the checkpoint, as in
-        `from_pretrained`. A checkpoint from before they were saved needs all that are not defaults.
+        `from_pretrained`. Where the checkpoint has none, all that are not defaults are needed.
         Raises ValueError or FileNotFoundError, one line. Lightning is not needed.
         """
         config, weights = read_checkpoint(path)
@@ -225,36 +232,36 @@ class Pretrained(Configured):
         """Return a network with the arguments and weights of a file."""
         if not isinstance(config, dict):
             raise ValueError(f"{source}: a config that is no dictionary")
-        found = config.get(CLASS, cls.__name__)
-        if found != cls.__name__:
-            raise ValueError(f"{source}: holds a {found}, expected a {cls.__name__}")
-        own = {k: x for k, x in config.items() if k not in (CLASS, VERSION)}
-        for name, value in own.items():
+        kind = config.get(CLASS, cls.__name__)
+        if kind != cls.__name__:
+            raise ValueError(f"{source}: holds a {kind}, expected a {cls.__name__}")
+        saved = {k: x for k, x in config.items() if k not in (CLASS, VERSION)}
+        for name, value in saved.items():
             if name not in arguments and (lost := customs(value)):
                 raise ValueError(
                     f"{source}: {name} was {', '.join(lost)}, which is not of ndlightnet; expected "
                     f"it as an argument, {name}=..."
                 )
         for pair in SAME:  # the other name of an argument is that argument
-            for name, other in (pair, pair[::-1]):
-                if other in arguments and name in own and other not in own:
-                    arguments[name] = arguments.pop(other)
+            for name, alias in (pair, pair[::-1]):
+                if alias in arguments and name in saved and alias not in saved:
+                    arguments[name] = arguments.pop(alias)
         try:
-            net = cls(**{**own, **arguments})
+            net = cls(**{**saved, **arguments})
         except TypeError as error:
             raise ValueError(f"{source}: {error}") from error
-        given = {k: x for k, x in arguments.items() if k in own and x != own[k]}
-        if not given.keys().isdisjoint(("in_chans", "in_channels")):
+        changed = {k: x for k, x in arguments.items() if k in saved and x != saved[k]}
+        if not changed.keys().isdisjoint(("in_chans", "in_channels")):
             weights = net.adapted(weights)
         fresh = []
         for name, head in cls.head_of.items():
             old, new = (
                 {k: x.shape for k, x in state.items() if k.startswith(head)} for state in (weights, net.state_dict())
             )
-            if name in given and old != new:
+            if name in changed and old != new:
                 fresh.append(head)
                 warnings.warn(
-                    f"{source}: {name}={arguments[name]}, saved with {own[name]}: the head is "
+                    f"{source}: {name}={arguments[name]}, saved with {saved[name]}: the head is "
                     f"{'new and untrained' if arguments[name] else 'left out'}",
                     stacklevel=3,
                 )

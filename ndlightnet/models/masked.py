@@ -54,9 +54,9 @@ class Reconstruction:
         """Fraction of the variance within the dropped patches, normalised, that is predicted (a
         scalar): 0 for the mean of each patch."""
         normal = (self.target - self.mean) / self.spread
-        parts = self.absent[..., None]
-        errors = ((self.predicted - normal).square() * parts).sum()
-        return 1 - errors / (normal.square() * parts).sum().clamp(min=1e-6)
+        absent = self.absent[..., None]
+        errors = ((self.predicted - normal).square() * absent).sum()
+        return 1 - errors / (normal.square() * absent).sum().clamp(min=1e-6)
 
     @property
     def dropped(self) -> Tensor:
@@ -137,17 +137,19 @@ def masked_loss(
         box, dropped, generator: as in ndlightnet.layout.draw_boxes.
     """
     boxed = draw_boxes(x, decoder.patch, box, dropped, generator)
-    found = decoder(net.forward_features(boxed), boxed)
-    return loss_of_dropped(found, x, boxed.absent(), decoder.patch)
+    predicted = decoder(net.forward_features(boxed), boxed)
+    return loss_of_dropped(predicted, x, boxed.absent(), decoder.patch)
 
 
-def loss_of_dropped(found: Tensor, x: Tensor, absent: Tensor, patch: tuple[int, ...]) -> tuple[Tensor, Reconstruction]:
-    """Return what `masked_loss` does, of the patches (batch, *grid, cells * channels) that were
-    found for samples x, of which the tokens `absent` (batch, *grid) were dropped."""
-    found, target, x = found.float(), cut_patches(x, patch).float(), x.float()
+def loss_of_dropped(
+    predicted: Tensor, x: Tensor, absent: Tensor, patch: tuple[int, ...]
+) -> tuple[Tensor, Reconstruction]:
+    """Return what `masked_loss` does, of the patches (batch, *grid, cells * channels) predicted
+    for samples x, of which the tokens `absent` (batch, *grid) were dropped."""
+    predicted, target, x = predicted.float(), cut_patches(x, patch).float(), x.float()
     var, mean = torch.var_mean(target, -1, keepdim=True, correction=0)
     sample = x.var(tuple(range(1, x.ndim)), correction=0).view(-1, *[1] * (var.ndim - 1))
     spread = (var + STILL**2 * sample + 1e-6).sqrt()
-    errors = (found - (target - mean) / spread).square().mean(-1)
+    errors = (predicted - (target - mean) / spread).square().mean(-1)
     loss = (errors * absent).sum() / absent.sum()
-    return loss, Reconstruction(found.detach(), target, mean, spread, absent, patch)
+    return loss, Reconstruction(predicted.detach(), target, mean, spread, absent, patch)

@@ -19,15 +19,15 @@ def accept_other_names(init: Init) -> Init:
     thing. It is the outermost decorator: those inside see the names of the signature only.
     Raises ValueError if both names of a pair are given.
     """
-    known = list(signature(init).parameters)[1:]
-    names = {other: name for pair in SAME for name, other in (pair, pair[::-1]) if name in known}
+    parameters = list(signature(init).parameters)[1:]
+    names = {alias: name for pair in SAME for name, alias in (pair, pair[::-1]) if name in parameters}
 
     @wraps(init)
     def renamed(self: Any, *args: Any, **options: Any) -> None:
-        for other in [name for name in options if name in names]:
-            name, value = names[other], options.pop(other)
-            if name in options or name in known[: len(args)]:
-                raise ValueError(f"{other}={value!r} beside {name}: expected one of the two names")
+        for alias in [name for name in options if name in names]:
+            name, value = names[alias], options.pop(alias)
+            if name in options or name in parameters[: len(args)]:
+                raise ValueError(f"{alias}={value!r} beside {name}: expected one of the two names")
             options[name] = value
         init(self, *args, **options)
 

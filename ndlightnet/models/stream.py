@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
-from ndlightnet.layout import Grid, Part, is_sharded, layout_of
+from ndlightnet.layout import is_sharded
 from ndlightnet.models.graphs import Graphs, clone
 from ndlightnet.ops.dtypes import check_tensors
 
@@ -28,57 +27,17 @@ class StreamState(NamedTuple):
     total: Tensor  # (batch, embed_dim): sum of all features so far
     tokens: Tensor  # (batch,) number of tokens in `total`
 
-
-def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
-    """See NDLightNet.advance."""
-    model._check(x, None)
-    chunk = layout_of(x, x.ndim - model.dims)
-    if x.shape[0] != state.frames.shape[0]:
-        raise ValueError(f"input of {x.shape[0]} samples, a state of {state.frames.shape[0]}")
-    cells, waiting = state.cells, 0
-    if model.vocab_size is None:
-        patch = model.embed.patch[0]
-        if cells is None:
-            cells = x.new_zeros(*x.shape[:2], patch - 1, *x.shape[3:])
+    def fill_patches(self, x: Tensor, patch: int) -> tuple[Tensor, StreamState]:
+        """Return the whole patches of `patch` frames of the waiting cells and x (batch, channels,
+        frames, *space), and the state in which the frames after them wait."""
+        cells = x.new_zeros(*x.shape[:2], patch - 1, *x.shape[3:]) if self.cells is None else self.cells
         if cells.shape[3:] != x.shape[3:]:
             raise ValueError(f"frames of {tuple(x.shape[3:])}: expected {tuple(cells.shape[3:])} as before")
-        x = torch.cat([cells[:, :, : state.waiting].to(x.dtype), x], 2)
+        x = torch.cat([cells[:, :, : self.waiting].to(x.dtype), x], 2)
         waiting = x.shape[2] % patch
-        whole = x.shape[2] - waiting
-        cells = torch.cat([x[:, :, whole:], cells[:, :, waiting:].to(x.dtype)], 2)
-        x = x[:, :, :whole]
-    state = state._replace(waiting=waiting, cells=cells)
-    # the residual stream stays in the parameters' precision under autocast
-    x = model.embed(x).to(model._weight.dtype)
-    if x.shape[1] == 0:
-        return x, state
-    if state.space is None:
-        space = tuple(x.shape[2:-1])
-        state = state._replace(space=space, **_first(model, x.shape[0], space, x.device))
-    layout = Grid.of(x)
-    if isinstance(chunk, Part):  # the frames that wait are as the chunk's
-        layout = replace(chunk.strided(model.slab_multiples), shape=layout.shape)
-    tpe, layers = state.tpe, []
-    if model.tpe is not None:
-        x, tpe = model.tpe.advance(x, tpe, layout)
-    for block, memory in zip(model.blocks, state.layers, strict=True):
-        x, memory = block.advance(x, memory, state.frames, layout)
-        layers.append(memory)
-    x = model.norm(x)
-    total, count = layout.sums(x.flatten(1, -2).to(state.total.dtype))
-    return x, state._replace(
-        frames=state.frames + x.shape[1],
-        tpe=tpe,
-        layers=tuple(layers),
-        total=state.total + total,
-        tokens=state.tokens + count,
-    )
-
-
-def _first(model: Any, batch: int, space: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    """Return the part of a state that depends on a frame's shape, before the first frame."""
-    tpe = None if model.tpe is None else model.tpe.init_state(batch, space, device)
-    return {"tpe": tpe, "layers": tuple(b.init_state(batch, device, space) for b in model.blocks)}
+        end = x.shape[2] - waiting
+        cells = torch.cat([x[:, :, end:], cells[:, :, waiting:].to(x.dtype)], 2)
+        return x[:, :, :end], self._replace(waiting=waiting, cells=cells)
 
 
 class Stream:
@@ -172,7 +131,7 @@ class Stream:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from another stream's `state_dict`, on the model's device."""
         device, space = self.model._weight.device, saved["space"]
-        fresh = () if space is None else _first(self.model, 1, tuple(space), device)["layers"]
+        fresh = () if space is None else self.model.frame_states(1, tuple(space), device)["layers"]
         if len(saved["layers"]) != len(fresh) or len(saved["waiting"]) != self.batch_size:
             raise ValueError(
                 f"a state of {len(saved['layers'])} layers and {len(saved['waiting'])} streams: "
@@ -197,16 +156,16 @@ class Stream:
 
     def _push(self, x: Tensor, rows: list[int]) -> Tensor:
         if len(rows) == self.batch_size:
-            out, self.state = self._advance(x, self._part(self.state, rows))
+            out, self.state = self._advance(x, self._waiting(self.state, rows))
             self.waiting = [self.state.waiting] * self.batch_size
             return out
         if self.state.frames.device != x.device:
             raise ValueError(f"input on {x.device}, the stream on {self.state.frames.device}")
-        part = self._part(tree_map(lambda s: s[rows] if isinstance(s, Tensor) else s, self.state), rows)
-        out, part = advance(self.model, x[rows], part)
-        self._put(part, rows)
+        active = self._waiting(tree_map(lambda s: s[rows] if isinstance(s, Tensor) else s, self.state), rows)
+        out, active = self.model.advance(x[rows], active)
+        self._put(active, rows)
         for row in rows:
-            self.waiting[row] = part.waiting
+            self.waiting[row] = active.waiting
         return out
 
     def _advance(self, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
@@ -214,7 +173,7 @@ class Stream:
         replayed = x.is_cuda and state.space is not None and not is_sharded()
         graphs = self.graphs if replayed else None
         if graphs is None or torch.cuda.is_current_stream_capturing():
-            return advance(self.model, x, state)
+            return self.model.advance(x, state)
         places = tuple(weight.data_ptr() for weight in self.parameters)
         cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         out: tuple[Tensor, StreamState] = graphs((places, cast, self.model.training), x, state)
@@ -225,9 +184,9 @@ class Stream:
         not be cast again in the replays."""
         enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
-            return advance(self.model, x, state)
+            return self.model.advance(x, state)
 
-    def _part(self, state: StreamState, rows: list[int]) -> StreamState:
+    def _waiting(self, state: StreamState, rows: list[int]) -> StreamState:
         return state._replace(waiting=self.waiting[rows[0]] if rows else 0)
 
     def _fresh(self, n: int) -> StreamState:
@@ -237,31 +196,25 @@ class Stream:
         if cells is not None:
             fresh = fresh._replace(cells=cells.new_zeros(n, *cells.shape[1:]))
         if space is not None:
-            first = _first(self.model, n, space, self.state.frames.device)
+            first = self.model.frame_states(n, space, self.state.frames.device)
             fresh = fresh._replace(space=space, **first)
         return fresh
 
-    def _put(self, part: StreamState, rows: list[int]) -> None:
-        def put(whole: Any, some: Any) -> Any:
-            if not isinstance(some, Tensor):
-                return whole
-            whole = some.new_zeros(self.batch_size, *some.shape[1:]) if whole is None else whole
-            index = torch.tensor(rows, dtype=torch.int64, device=some.device)
-            return whole.index_copy(0, index, some.to(whole.dtype))
+    def _put(self, new: StreamState, rows: list[int]) -> None:
+        """Write the state of some streams into that of all."""
+
+        def put(old: Any, new: Any) -> Any:
+            if not isinstance(new, Tensor):
+                return old
+            old = new.new_zeros(self.batch_size, *new.shape[1:]) if old is None else old
+            index = torch.tensor(rows, dtype=torch.int64, device=new.device)
+            return old.index_copy(0, index, new.to(old.dtype))
 
         old = self.state
-        if old.space is None and part.space is not None:
-            device = part.frames.device
-            first = _first(self.model, self.batch_size, part.space, device)
-            old = old._replace(space=part.space, **first)
-        layers = tuple(tree_map(put, memory, new) for memory, new in zip(old.layers, part.layers, strict=True))
-        self.state = StreamState(
-            put(old.frames, part.frames),
-            0,
-            put(old.cells, part.cells),
-            old.space,
-            put(old.tpe, part.tpe),
-            layers,
-            put(old.total, part.total),
-            put(old.tokens, part.tokens),
-        )
+        if old.space is None and new.space is not None:
+            first = self.model.frame_states(self.batch_size, new.space, new.frames.device)
+            old = old._replace(space=new.space, **first)
+        layers = tuple(tree_map(put, *pair) for pair in zip(old.layers, new.layers, strict=True))
+        names = ("frames", "cells", "tpe", "total", "tokens")
+        rest = {name: put(getattr(old, name), getattr(new, name)) for name in names}
+        self.state = old._replace(waiting=0, layers=layers, **rest)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, islice, pairwise
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from ndlightnet.layout import Exchange, Part, layout_of, per_axis
 from ndlightnet.layout.base import check_integers, check_not_empty
 from ndlightnet.models.config import recorded
-from ndlightnet.models.features import adapt_in_chans
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.large import Large, Layer, Sweeper
 from ndlightnet.models.other_names import accept_other_names
+from ndlightnet.models.weights import adapt_in_chans
 from ndlightnet.nn.block import init_network, undecayed_names
 from ndlightnet.nn.convolutional import Convolutional
 from ndlightnet.nn.initial import reset
@@ -34,16 +34,79 @@ from ndlightnet.nn.stage import Stage
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 
 Size = Literal["hybrid", "S", "M", "L"]
-Skips = Literal["add", "concat"]
-# Channels of the first level (doubled from level to level, up to MOST). For each level convolution
-# blocks and LightNet blocks; the last number holds for all coarser levels. How skips are joined.
-SIZES: dict[Size, tuple[int, tuple[int, ...], tuple[int, ...], Skips]] = {
-    "hybrid": (32, (1, 1, 0), (0, 0, 4), "add"),
-    "S": (24, (1, 1), (0, 1, 1), "concat"),
-    "M": (32, (1, 1, 2), (0, 1, 2), "concat"),
-    "L": (40, (1, 2, 3), (0, 2, 4), "concat"),
+MOST = 320  # channels of a level by default
+
+
+class Preset(NamedTuple):
+    """width: channels of the first level, doubled from level to level, up to MOST. convs, depths: as
+    in Level; the last number holds for all coarser levels. add: whether the decoder adds the
+    encoder's feature maps to its own, or concatenates them."""
+
+    width: int
+    convs: tuple[int, ...]
+    depths: tuple[int, ...]
+    add: bool
+
+
+SIZES: dict[Size, Preset] = {
+    "hybrid": Preset(32, (1, 1, 0), (0, 0, 4), add=True),
+    "S": Preset(24, (1, 1), (0, 1, 1), add=False),
+    "M": Preset(32, (1, 1, 2), (0, 1, 2), add=False),
+    "L": Preset(40, (1, 2, 3), (0, 2, 4), add=False),
 }
-MOST = 320
+
+
+class Level(NamedTuple):
+    """A level of the encoder. width: channels. convs, depth: convolution blocks and LightNet blocks.
+    stride: by how much it is coarser than the level before along each axis; None for the first."""
+
+    width: int
+    convs: int
+    depth: int
+    stride: tuple[int, ...] | None
+
+
+def make_levels(
+    dims: int,
+    preset: Preset,
+    strides: Sequence[int | Sequence[int]] | None = None,
+    widths: Sequence[int] | None = None,
+    convs: Sequence[int] | None = None,
+    depths: Sequence[int] | None = None,
+    causal: bool = False,
+) -> list[Level]:
+    """Return the levels of a U-Net, those of the preset where an argument of NDLightUNet is None.
+    Raises ValueError for lists of other lengths, and numbers that are too small."""
+    if strides is None:
+        halved = (1, *[2] * (dims - 1)) if causal else 2
+        strides = [halved] * (3 if widths is None else len(widths) - 1)
+    if not isinstance(strides, Sequence):
+        raise ValueError(
+            f"strides={strides!r}: expected a list with, for each level after the first, an int or {dims} of them"
+        )
+    steps = [per_axis("strides", step, dims) for step in strides]
+    if causal and any(step[0] > 1 for step in steps):
+        raise ValueError(f"strides={strides!r}: expected 1 along the first axis if causal=True")
+    count = len(steps) + 1
+    numbers = {
+        "widths": [min(MOST, preset.width << level) for level in range(count)] if widths is None else widths,
+        "convs": _stretched(preset.convs, count) if convs is None else convs,
+        "depths": _stretched(preset.depths, count) if depths is None else depths,
+    }
+    for name, values in numbers.items():
+        least = int(name == "widths")
+        integers = isinstance(values, Sequence) and all(isinstance(n, Integral) for n in values)
+        if not integers or len(values) != count or min(values) < least:
+            raise ValueError(
+                f"{name}={values!r}: expected {count} numbers from {least} on, one more than strides={strides!r}"
+            )
+    if numbers["convs"][0] < 1:
+        raise ValueError(f"convs={convs!r}: expected 1 or more at the first level")
+    return [Level(*level) for level in zip(*numbers.values(), [None, *steps], strict=True)]
+
+
+def _stretched(values: Sequence[int], count: int) -> list[int]:
+    return [values[min(level, len(values) - 1)] for level in range(count)]
 
 
 class NDLightUNet(Pretrained, Large):
@@ -53,20 +116,18 @@ class NDLightUNet(Pretrained, Large):
     Args:
         dims: number of axes.
         in_channels, out_channels: channels of the input; classes of the output (logits).
-        size: the defaults of `widths`, `convs`, `depths` and `skips`. "hybrid": two levels of
-            convolutions, then levels of LightNet blocks alone; "S", "M" and "L": convolutions at
-            all levels, LightNet blocks too after the first. Default: "hybrid" for three axes and
-            three levels or more, from torch's convolutions, if none of `widths`, `convs` and
-            `depths` is given, else "M".
+        size: the defaults of `widths`, `convs` and `depths`, in SIZES. "hybrid": two levels of
+            convolutions, then levels of LightNet blocks alone, and a decoder that adds the
+            encoder's feature maps to its own; "S", "M" and "L": convolutions at all levels,
+            LightNet blocks too after the first, and a decoder that concatenates both. Default: "M";
+            "hybrid" for three axes, from torch's convolutions, if none of these three is given.
         strides: by how much each level after the first is coarser than the one before, one number
             or one for each axis; sizes are rounded up. Default: 2 (1 along the first axis if
             causal) for each level of `widths` after the first, or for three levels.
         widths: channels per level. convs: convolution blocks of the encoder per level, one or more
             in the first.
         depths: LightNet blocks per level; 0: convolutions only.
-        skips: how a level of the decoder takes the encoder's feature map: "add" it to what comes
-            from the coarser level, or "concat" the channels of both.
-        mixer, mlp_ratio, tpe: as in NDLightNet; `mixer` counts layers from the first level to the
+        mixer, tpe: as in NDLightNet; `mixer` counts layers from the first level to the
             last. drop_path_rate: stochastic depth of every block.
         deep_supervision: in training the output is a list: the logits, then those of the coarser
             levels of the decoder, each on the grid of that level.
@@ -101,9 +162,7 @@ class NDLightUNet(Pretrained, Large):
         widths: Sequence[int] | None = None,
         convs: Sequence[int] | None = None,
         depths: Sequence[int] | None = None,
-        skips: Skips | None = None,
         mixer: Factories = LightNetAttention,
-        mlp_ratio: float = 8 / 3,
         tpe: bool = True,
         drop_path_rate: float = 0.0,
         deep_supervision: bool = False,
@@ -116,98 +175,40 @@ class NDLightUNet(Pretrained, Large):
         check_integers(1, dims=dims, in_channels=in_channels, out_channels=out_channels)
         separable = dims > 3 or causal if separable is None else separable
         if size is None:
-            own = any(given is not None for given in (widths, convs, depths))
-            few = isinstance(strides, Sequence) and len(strides) < 2  # no level of LightNet blocks
-            size = "hybrid" if dims == 3 and not (separable or own or few) else "M"
+            preset_levels = widths is None and convs is None and depths is None
+            size = "hybrid" if dims == 3 and not separable and preset_levels else "M"
         if size not in SIZES:
             raise ValueError(f"size={size!r}: expected 'hybrid', 'S', 'M' or 'L'")
         if causal and not separable:
             raise ValueError("causal=True with separable=False: expected separable blocks")
-        if strides is None:
-            halves = (1, *[2] * (dims - 1)) if causal else 2
-            strides = [halves] * (3 if widths is None else len(widths) - 1)
-        if not isinstance(strides, Sequence):
-            raise ValueError(
-                f"strides={strides!r}: expected a list with, for each level after the first, an int or {dims} of them"
-            )
-        steps = [per_axis("strides", step, dims) for step in strides]
-        if causal and any(step[0] > 1 for step in steps):
-            raise ValueError(f"strides={strides!r}: expected 1 along the first axis if causal=True")
-        levels = len(steps) + 1
-        first, *usual, usual_skips = SIZES[size]
-        skips = usual_skips if skips is None else skips
-        if skips not in ("add", "concat"):
-            raise ValueError(f"skips={skips!r}: expected 'add' or 'concat'")
-        widths = [min(MOST, first << level) for level in range(levels)] if widths is None else widths
-        convs = _stretched(usual[0], levels) if convs is None else convs
-        depths = _stretched(usual[1], levels) if depths is None else depths
-        for name, values, least in (("widths", widths, 1), ("convs", convs, 0), ("depths", depths, 0)):
-            whole = isinstance(values, Sequence) and all(isinstance(n, Integral) for n in values)
-            if not whole or len(values) != levels or min(values) < least:
-                raise ValueError(
-                    f"{name}={values!r}: expected {levels} numbers from {least} on, one more than strides={strides!r}"
-                )
-        if convs[0] < 1:
-            raise ValueError(f"convs={convs!r}: expected 1 or more at the first level")
+        levels = make_levels(dims, SIZES[size], strides, widths, convs, depths, causal)
         self.dims, self.in_channels, self.out_channels = dims, in_channels, out_channels
-        self.strides, self.widths = steps, tuple(widths)
-        self.skips, self.deep_supervision = skips, deep_supervision
+        self.strides: list[Any] = [level.stride for level in levels[1:]]
+        self.widths = tuple(level.width for level in levels)
+        self.add, self.deep_supervision = SIZES[size].add, deep_supervision
         self.separable, self.causal = separable, causal
-        factories = iter(layer_factories("mixer", mixer, sum(depths), dims, causal=causal))
-        layers: Any = Separable(dims, mlp_ratio, causal) if separable else Convolutional(dims)
-        self.channel_axis = layers.channel_axis
+        factories = iter(layer_factories("mixer", mixer, sum(level.depth for level in levels), dims, causal=causal))
+        layers: Any = Separable(dims, 8 / 3, causal) if separable else Convolutional(dims)
+        axis = self.channel_axis = layers.channel_axis
         self.down, self.convs, self.stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
-        for level, (width, count, depth) in enumerate(zip(widths, convs, depths, strict=True)):
-            before, step = (widths[level - 1], steps[level - 1]) if level else (in_channels, None)
-            down, blocks = layers.level(before, width, step, count)
+        for inputs, level in zip((in_channels, *self.widths), levels, strict=False):
+            down, blocks = layers.level(inputs, level.width, level.stride, level.convs)
             self.down.append(down)
             self.convs.append(Layers(*blocks))
-            self.stages.append(
-                Stage(
-                    dims,
-                    width,
-                    list(islice(factories, depth)),
-                    mlp_ratio,
-                    tpe,
-                    drop_path_rate,
-                    self.channel_axis,
-                    causal,
-                )
-            )
-        pairs = list(zip(pairwise(widths), steps, strict=True))
-        self.up = nn.ModuleList(layers.up(low, high, step) for (high, low), step in pairs)
-        both = 2 if skips == "concat" else 1
-        self.decoders = nn.ModuleList(layers.decoder(both * w, w) for w in widths[:-1])
-        heads = max(1, levels - 1) if deep_supervision else 1
-        self.heads = nn.ModuleList(layers.head(w, out_channels) for w in widths[:heads])
+            mixers = list(islice(factories, level.depth))
+            self.stages.append(Stage(dims, level.width, mixers, 8 / 3, tpe, drop_path_rate, axis, causal))
+        self.up = nn.ModuleList(layers.up(low.width, high.width, low.stride) for high, low in pairwise(levels))
+        inputs = 1 if self.add else 2  # of a decoder's level, in widths
+        self.decoders = nn.ModuleList(layers.decoder(inputs * width, width) for width in self.widths[:-1])
+        heads = max(1, len(levels) - 1) if deep_supervision else 1
+        self.heads = nn.ModuleList(layers.head(width, out_channels) for width in self.widths[:heads])
         init_network(self.stages)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters as the constructor does."""
         levels = zip(self.down, self.convs, self.stages, strict=True)
-        reset(*[part for level in levels for part in level], self.up, self.decoders, self.heads)
+        reset(*[layer for level in levels for layer in level], self.up, self.decoders, self.heads)
         init_network(self.stages)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        found = state_dict.get(f"{prefix}decoders.0.conv1.weight")
-        if found is not None and found.ndim > 1:
-            form = "concat" if found.shape[1] == 2 * found.shape[0] else "add"
-            if form != self.skips:
-                errors.append(
-                    f"skips={self.skips!r}: expected {form!r} for these weights; the default of "
-                    "three axes was size='M' before 2026-11-25, and is size='hybrid'"
-                )
-        more = missing, unexpected, errors
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *more)
 
     def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return adapt_in_chans(weights, self)
@@ -286,7 +287,7 @@ class NDLightUNet(Pretrained, Large):
     def _raised(self, x: Tensor, skip: Tensor, level: int, layout: Any) -> Tensor:
         """Return a level of the decoder, from the coarser one and the encoder's feature map."""
         x = _cropped(self.up[level](x), skip, self.channel_axis)
-        x = x + skip if self.skips == "add" else torch.cat([x, skip], self.channel_axis)
+        x = x + skip if self.add else torch.cat([x, skip], self.channel_axis)
         del skip
         out: Tensor = self.decoders[level](x, layout)
         return out
@@ -364,10 +365,6 @@ def _cropped(x: Tensor, like: Tensor, channel_axis: int) -> Tensor:
         else:
             x = x.narrow(axis, 0, size)
     return x
-
-
-def _stretched(values: Sequence[int], count: int) -> list[int]:
-    return [values[min(at, len(values) - 1)] for at in range(count)]
 
 
 def _padded(x: Tensor, step: Sequence[int]) -> Tensor:

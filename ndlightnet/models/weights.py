@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 SHOWN = 5  # names of a kind in a message
+# layers that take the channels of the input, of NDLightNet and of both kinds of NDLightUNet
+FIRST = ("embed.proj", "embed.first.0", "down.0.proj", "convs.0.0.conv1", "convs.0.0.skip")
 
 
 def load_weights(net: nn.Module, weights: Mapping[str, Tensor], source: object, fresh: Sequence[str] = ()) -> None:
@@ -19,24 +22,24 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor], source: object, 
     be in the state dict once. Raises ValueError, one line: what is missing, what is unexpected,
     and which shapes are others. source: what the message begins with.
     """
-    found = {key: x for key, x in weights.items() if not key.startswith(tuple(fresh))}
+    loaded = {key: x for key, x in weights.items() if not key.startswith(tuple(fresh))}
     try:
-        missing, unexpected = net.load_state_dict(found, strict=False)
+        missing, unexpected = net.load_state_dict(loaded, strict=False)
         shapes: list[str] = []
     except RuntimeError as error:  # shapes; what else there is shows without them
-        own = net.state_dict()
-        wrong = [key for key in found if key in own and own[key].shape != found[key].shape]
-        shapes = [f"{key} (found {tuple(found[key].shape)}, expected {tuple(own[key].shape)})" for key in wrong]
+        expected = net.state_dict()
+        wrong = [key for key in loaded if key in expected and expected[key].shape != loaded[key].shape]
+        shapes = [f"{key} (found {tuple(loaded[key].shape)}, expected {tuple(expected[key].shape)})" for key in wrong]
         if not shapes:
             raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
-        rest = {key: x for key, x in found.items() if key not in wrong}
+        rest = {key: x for key, x in loaded.items() if key not in wrong}
         missing, unexpected = net.load_state_dict(rest, strict=False)
         missing = [key for key in missing if key not in wrong]
     present = net.state_dict(keep_vars=True)
-    ours = {id(present[key]) for key in found if key in present}  # a tied weight has two names
+    ours = {id(present[key]) for key in loaded if key in present}  # a tied weight has two names
     missing = [key for key in missing if id(present[key]) not in ours and not key.startswith(tuple(fresh))]
-    parts = (("missing", missing), ("unexpected", unexpected), ("other shapes", shapes))
-    if problems := [f"{what}: {_some(names)}" for what, names in parts if names]:
+    kinds = (("missing", missing), ("unexpected", unexpected), ("other shapes", shapes))
+    if problems := [f"{kind}: {_some(names)}" for kind, names in kinds if names]:
         raise ValueError(f"{source}: weights of another network; {'; '.join(problems)}")
 
 
@@ -55,8 +58,8 @@ def no_checkpoint(path: str | Path) -> str:
 
 
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """Return the description of the network in a checkpoint of a training (None before it had
-    one), and the network's weights: the averaged ones, if the training averaged.
+    """Return the description of the network in a checkpoint of a training (None where no arguments
+    describe it), and the network's weights: the averaged ones, if the training averaged.
 
     Raises FileNotFoundError, or ValueError for a file that is not such a checkpoint. Nothing in
     the file is run (`weights_only`).
@@ -72,3 +75,30 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any] | None, dict[str, 
     if not weights:
         raise ValueError(f"{path}: state_dict holds no weights of a network, names of net.*")
     return saved.get("network"), weights
+
+
+def adapt_in_chans(state: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+    """Return a state dict of NDLightNet or NDLightUNet with its first layer changed to the number
+    of input channels of `net`, for `load_state_dict`. One channel: the sum over the old ones;
+    more or fewer: the old ones repeated, or the first of them, times old / new, as in timm."""
+    adapted = dict(state)
+    for layer in FIRST:
+        name = f"{layer}.weight"
+        weight = net.state_dict().get(name)
+        if weight is None or name not in state or state[name].shape == weight.shape:
+            continue
+        parent = net.get_submodule(layer.rpartition(".")[0])
+        cells = math.prod(getattr(parent, "patch", ()))
+        old = state[name]
+        if old.ndim != weight.ndim or len(old) != len(weight) or old.shape[1] % cells:
+            continue  # another network: `load_state_dict` names what does not fit
+        # (outputs, cells, channels, kernel): the channels of a linear map of patches come last
+        old = old.reshape(len(old), cells, -1, *old.shape[2:])
+        before, after = old.shape[2], weight.shape[1] // cells
+        if after == 1:
+            new = old.sum(2, keepdim=True)
+        else:
+            index = torch.arange(after, device=old.device) % before
+            new = old.index_select(2, index) * (before / after)
+        adapted[name] = new.reshape(len(old), cells * after, *old.shape[3:])
+    return adapted

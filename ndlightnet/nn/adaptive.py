@@ -16,24 +16,25 @@ from ndlightnet.ops.recurrence.chunks import exact
 
 PERIOD = 10_000  # the slowest sinusoid turns once in 2 pi times as many units of time
 
+SINUSOIDS = 256
+
 
 class TimeEmbedding(Initialized):
     """Map times (batch,) to (batch, dim): sinusoids, then two linear maps with SiLU between, all in
     float32 or wider unless the weights are in 16 bits, also under autocast.
 
-    Parameters: (sinusoids + 1) dim + (dim + 1) dim.
+    Parameters: 257 dim + (dim + 1) dim.
     """
 
-    def __init__(self, dim: int, sinusoids: int = 256) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.sinusoids = sinusoids
-        self.mlp = nn.Sequential(nn.Linear(sinusoids, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.mlp = nn.Sequential(nn.Linear(SINUSOIDS, dim), nn.SiLU(), nn.Linear(dim, dim))
 
     def forward(self, t: Tensor) -> Tensor:
         weight: Tensor = self.mlp[0].weight  # type: ignore[assignment]
         with exact(t):
             t = t.to(torch.promote_types(weight.dtype, torch.float32))
-            half = self.sinusoids // 2
+            half = SINUSOIDS // 2
             powers = torch.arange(half, device=t.device, dtype=t.dtype) / half
             angles = t[:, None] * torch.exp(-math.log(PERIOD) * powers)
             waves = torch.cat([angles.cos(), angles.sin()], -1)
@@ -42,23 +43,23 @@ class TimeEmbedding(Initialized):
 
 
 class Modulation(Initialized):
-    """Map a condition (batch, dim) to `parts` tensors (batch, 1, dim): one linear map of SiLU of
+    """Map a condition (batch, dim) to `count` tensors (batch, 1, dim): one linear map of SiLU of
     it, with zeros as initial weights, which `zero_weights` sets.
 
-    Parameters: parts dim (dim + 1).
+    Parameters: count dim (dim + 1).
     """
 
-    def __init__(self, dim: int, parts: int) -> None:
+    def __init__(self, dim: int, count: int) -> None:
         super().__init__()
-        self.parts = parts
-        self.proj = nn.Linear(dim, parts * dim)
+        self.count = count
+        self.proj = nn.Linear(dim, count * dim)
 
     def zero_weights(self) -> None:
         nn.init.zeros_(self.proj.weight)
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
-        return self.proj(nn.functional.silu(condition))[:, None].chunk(self.parts, -1)
+        return self.proj(nn.functional.silu(condition))[:, None].chunk(self.count, -1)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

@@ -48,25 +48,10 @@ class GLU(Initialized):
         super().__init__()
         if not ratio > 0:
             raise ValueError(f"mlp_ratio={ratio!r}: expected more than 0")
-        self.before = int(dim * ratio + 1e-6)  # the width in checkpoints from before the rounding
-        self._divide(dim, max(WIDTHS, int(dim * ratio / WIDTHS + 0.5) * WIDTHS))
-
-    def _divide(self, dim: int, hidden: int, **like: Any) -> None:
-        """Make the linear maps."""
-        self.gate_proj = nn.Linear(dim, hidden, bias=False, **like)
-        self.up_proj = nn.Linear(dim, hidden, bias=False, **like)
-        self.down_proj = nn.Linear(hidden, dim, bias=False, **like)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        # A checkpoint from before widths were rounded brings its own. Load it before an optimizer
-        # gets the parameters: those of this layer are new then.
-        found, own = state_dict.get(f"{prefix}gate_proj.weight"), self.gate_proj.weight
-        old = (self.before, own.shape[1])
-        if found is not None and found.shape == old != own.shape:
-            trained = own.requires_grad
-            self._divide(old[1], old[0], device=own.device, dtype=own.dtype)
-            self.requires_grad_(trained)
-        super()._load_from_state_dict(state_dict, prefix, *more)  # type: ignore[no-untyped-call]
+        hidden = max(WIDTHS, int(dim * ratio / WIDTHS + 0.5) * WIDTHS)
+        self.gate_proj = nn.Linear(dim, hidden, bias=False)
+        self.up_proj = nn.Linear(dim, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if joins(x, self.gate_proj, self.up_proj):

@@ -29,18 +29,18 @@ def owners(*modules: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) of all modules within, parts before wholes. A module is left out if all
     its parameters are those of an earlier one."""
     done: set[nn.Module] = set()
-    seen: set[int] = set()
+    yielded: set[int] = set()
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if module in done:
             return
         done.add(module)
-        for key, part in module.named_children():
-            yield from visit(f"{name}.{key}".removeprefix("."), part)
-        own = {id(p) for p in module.parameters(recurse=False)}
-        if not own or not own <= seen:
+        for key, child in module.named_children():
+            yield from visit(f"{name}.{key}".removeprefix("."), child)
+        direct = {id(p) for p in module.parameters(recurse=False)}
+        if not direct or not direct <= yielded:
             yield name, module
-        seen.update(own)
+        yielded.update(direct)
 
     for module in modules:
         yield from visit("", module)

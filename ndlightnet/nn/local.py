@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +13,6 @@ from ndlightnet.nn.initial import Initialized
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.local_mixing import begin_local_mixing, dense, local_mixing_step, star
-
-Where = Literal["values", "input", "both"]  # what a mixer mixes locally
-
-
-class LocalState(NamedTuple):
-    """State of the causal form of a mixer with local mixing."""
-
-    memory: Any  # the mixer's own
-    values: Any  # the last frames of the values and of the input; () without that convolution
-    input: Any
 
 
 class LocalMixing(Initialized):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import cut_patches, per_axis
@@ -41,3 +42,18 @@ class Patchify(PatchEmbed):
     def cut_mask(self, mask: Tensor) -> Tensor:
         """Map a cell mask `(batch, *space)` to tokens `(batch, *grid)`: True for any real cell."""
         return self.cut(mask[:, None]).any(dim=-1)
+
+    def resize(self, patch: tuple[int, ...]) -> None:
+        """Change the patch, and the weights to those whose tokens of a linearly resized patch are
+        closest to the tokens of the patch before: equal if the patch grows."""
+        weight = self.proj.weight.double().unflatten(1, (*self.patch, -1))
+        for axis, sizes in enumerate(zip(self.patch, patch, strict=True), start=1):
+            # (size, new size): the matrix that resizes a row of cells, with averaging where it shrinks
+            eye = torch.eye(sizes[0], dtype=torch.float64)[None, None]
+            matrix = nn.functional.interpolate(eye, sizes, mode="bilinear", antialias=True)[0, 0]
+            inverse = torch.linalg.pinv(matrix).to(weight)
+            weight = torch.tensordot(weight, inverse, ([axis], [1])).movedim(-1, axis)
+        weight = weight.flatten(1).to(self.proj.weight)
+        self.proj.in_features = weight.shape[1]
+        self.proj.weight = nn.Parameter(weight, self.proj.weight.requires_grad)
+        self.patch = patch

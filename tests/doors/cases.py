@@ -61,7 +61,7 @@ CASES = {
         ((22, 27), (8, 8), (33, 300), (257, 100), (150, 141), (40, 401)),
     ),
     "NDLightUNet, 3 axes": Case(
-        partial(NDLightUNet, 3, 3, 4, widths=(8, 16, 16), convs=(1, 1, 0), depths=(0, 0, 1), skips="add"),
+        partial(NDLightUNet, 3, 3, 4, widths=(8, 16, 16), convs=(1, 1, 0), depths=(0, 0, 1), size="hybrid"),
         ((9, 10, 11), (8, 8, 8), (140, 9, 12), (9, 150, 10), (7, 15, 160), (21, 22, 23)),
     ),
     "MultiheadAttention": Case(

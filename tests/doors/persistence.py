@@ -62,7 +62,7 @@ def hub(case: Case, tmp_path: Path) -> None:
         assert model.push_to_hub("user/model", license="apache-2.0") == "commit"
     for name in ("config.json", "model.safetensors"):
         assert pushed[name] == (tmp_path / "saved" / name).read_bytes()
-    assert b'library_name: "ndlightnet"' in pushed["README.md"]
+    assert b"library_name: ndlightnet" in pushed["README.md"]
 
 
 def safetensors(case: Case, tmp_path: Path) -> None:

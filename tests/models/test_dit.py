@@ -83,7 +83,8 @@ def test_an_unconditional_network_knows_no_classes():
 
 
 def test_classes_are_dropped_in_training_only():
-    net = trained(1, 1, 2, class_dropout=0.3)
+    net = trained(1, 1, 2)
+    net.class_dropout = 0.3
     x, y = torch.randn(1, 1, 4).expand(4000, 1, 4), torch.ones(4000, dtype=torch.int64)
     with torch.no_grad():
         none = net(x[:1], 5.0)
@@ -130,7 +131,8 @@ def test_any_mixer(mixer):
 
 
 def test_gradient_checkpointing_changes_no_gradient(close):
-    net = trained(2, 1, 3, class_dropout=0.0).train()
+    net = trained(2, 1, 3).train()
+    net.class_dropout = 0.0
     x, y = torch.randn(2, 1, 4, 4), torch.tensor([0, 2])
     grads = []
     for enable in (False, True):
@@ -153,7 +155,7 @@ def test_the_residual_stream_stays_in_float32_under_autocast():
 
 @pytest.mark.slow
 def test_it_compiles_as_one_graph(close):
-    net = trained(2, 1, 3).eval()
+    net = trained(2, 1, 3, depth=1).eval()
     x, t, y = torch.randn(2, 1, 5, 4), torch.tensor([3.0, 4.0]), torch.tensor([0, 2])
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     close(compiled(x, t, y), net(x, t, y), 1e-5)
@@ -174,17 +176,11 @@ def test_saved_and_loaded(tmp_path):
         NDLightDiT.from_pretrained(tmp_path, in_chans=2)
 
 
-def test_names_without_weight_decay():
-    names = NDLightDiT(2, 1, **SMALL).no_weight_decay()
-    assert "tpe.coef" in names and "blocks.0.mixer.lrpe.log_factor" in names
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"size": "M"}, "size='M': expected 'S', 'B', 'L' or 'XL'"),
         ({"num_classes": -1}, "num_classes=-1: expected an int >= 0"),
-        ({"class_dropout": 1.0}, "class_dropout=1.0: expected 0 <= class_dropout < 1"),
         ({"patch_size": (2, 2, 2)}, r"patch_size=\(2, 2, 2\): expected an int >= 1 or 2 of them"),
     ],
 )
@@ -211,10 +207,3 @@ NET = partial(NDLightDiT, 2, 1, 3, **SMALL)
 def test_wrong_inputs(inputs, message):
     with pytest.raises(ValueError, match=message):
         NET()(*inputs)
-
-
-def test_one_time_may_be_a_tensor_of_any_float_dtype(close):
-    net, x = trained(2, 1).eval(), torch.randn(2, 1, 4, 4)
-    close(net(x, torch.tensor(7.0, dtype=torch.float64)), net(x, 7.0), 1e-6)
-    assert net.double()(x.double(), 7.0).dtype == torch.float64
-    assert math.isfinite(net.bfloat16()(x.bfloat16(), 7.0).sum().item())

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ndlightnet import LightNetAttention, NDLightNet, NDLightUNet, SoftmaxAttention
-from ndlightnet.ops import axis_scan
+from ndlightnet import NDLightNet, NDLightUNet, SoftmaxAttention, ops
 
 
 def small(dims: int = 2, **options) -> NDLightNet:
@@ -33,8 +32,9 @@ def test_wrong_inputs_are_named(x, mask, named):
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="mixer=SoftmaxAttention"):
         small(mixer=SoftmaxAttention(16))
-    with pytest.raises(ValueError, match="embed_dim=0"):
-        NDLightNet(2, embed_dim=0)
+    for ratio in (0, -1.0):
+        with pytest.raises(ValueError, match=f"mlp_ratio={ratio}: expected more than 0"):
+            small(mlp_ratio=ratio)
     with pytest.raises(ValueError, match="tpe_bidirectional"):
         NDLightNet(1, causal=True, tpe_bidirectional=True)
     with pytest.raises(ValueError, match="integers"):
@@ -58,13 +58,6 @@ def test_the_papers_one_way_position_code_sees_no_later_token():
     assert torch.equal(seen, expected)
 
 
-def test_nan_in_the_padding_does_not_reach_the_axis_scan():
-    x, mask = torch.randn(1, 5, 4), torch.tensor([[True, True, True, False, False]])
-    x[:, 3:] = torch.nan
-    y = axis_scan(x, torch.randn(1, 4, 3), -torch.rand(1, 3), mask=mask)
-    assert y[:, :3].isfinite().all()
-
-
 def test_timm_names():
     model = small()
     assert model.num_features == 16 and model.get_classifier() is model.head
@@ -74,40 +67,6 @@ def test_timm_names():
     assert model.forward_head(features, True).shape == (2, 16)
     fixed = {name for name, _ in model.named_parameters() if "log_factor" in name or "tpe" in name}
     assert model.no_weight_decay() == fixed
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_checkpointing_gives_the_same_gradients(causal):
-    torch.manual_seed(0)
-    model = NDLightNet(1, vocab_size=11, embed_dim=16, depth=2, causal=causal)
-    tokens, grads = torch.randint(0, 11, (2, 9)), []
-    for enable in (False, True):
-        model.zero_grad()
-        model.set_grad_checkpointing(enable)
-        model(tokens).square().mean().backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_unet_checkpointing_and_odd_widths():
-    torch.manual_seed(0)
-    net = NDLightUNet(2, 1, 2, widths=(20, 44), depths=(0, 1))
-    x, grads = torch.randn(1, 1, 7, 6), []
-    for enable in (False, True):
-        net.zero_grad()
-        net.set_grad_checkpointing(enable)
-        net(x).square().mean().backward()
-        grads.append([p.grad.clone() for p in net.parameters()])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_cross_attention_needs_as_many_axes_with_positions():
-    x, context = torch.randn(1, 6, 16), torch.randn(1, 2, 3, 16)
-    with pytest.raises(ValueError, match="as many axes"):
-        LightNetAttention(16)(x, context=context)
-    assert LightNetAttention(16, lrpe=None)(x, context=context).shape == x.shape
 
 
 def test_a_causal_softmax_with_padding_sees_neither_padding_nor_later_tokens():
@@ -125,8 +84,6 @@ def test_a_causal_softmax_with_padding_sees_neither_padding_nor_later_tokens():
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("mlp_ratio", 0),
-        ("mlp_ratio", -1.0),
         ("dtype", "float32"),
         ("dims", 2.0),
         ("in_chans", 0),
@@ -137,7 +94,7 @@ def test_a_causal_softmax_with_padding_sees_neither_padding_nor_later_tokens():
 )
 def test_bad_arguments_of_both_networks_are_named(name, value):
     for kind, more in ((NDLightNet, {"depth": 1}), (NDLightUNet, {"widths": (4, 8)})):
-        with pytest.raises(ValueError, match=rf"={value!r}: expected (an int|a torch.dtype|more)"):
+        with pytest.raises(ValueError, match=rf"={value!r}: expected (an int|a torch.dtype)"):
             kind(**{"dims": 2, **more, name: value})
 
 
@@ -148,14 +105,6 @@ def test_what_is_no_count_is_named(name, value):
         NDLightNet(1, **{"embed_dim": 16, "depth": 1, name: value})
 
 
-@pytest.mark.parametrize("value", [2, 2.0])
-def test_strides_are_a_list(value):
-    with pytest.raises(ValueError, match=rf"^strides={value}: expected a list with, for each level"):
-        NDLightUNet(2, strides=value)
-    with pytest.raises(ValueError, match=r"^widths=8: expected 4 numbers"):
-        NDLightUNet(2, strides=[2] * 3, widths=8)
-
-
 def test_numbers_of_numpy_are_numbers():
     two = np.int64(2)
     net = NDLightNet(two, patch_size=two, embed_dim=np.int64(16), depth=two, num_classes=two)
@@ -163,3 +112,10 @@ def test_numbers_of_numpy_are_numbers():
     assert net.embed.patch == (2, 2) and net(x).shape == (1, 2)
     assert len(net.forward_intermediates(x, np.int64(1), intermediates_only=True)) == 1
     json.dumps(net.config)
+
+
+def test_nan_in_the_padding_does_not_reach_the_axis_scan():
+    x, mask = torch.randn(1, 5, 4), torch.tensor([[True, True, True, False, False]])
+    x[:, 3:] = torch.nan
+    y = ops.axis_scan(x, torch.randn(1, 4, 3), -torch.rand(1, 3), mask=mask)
+    assert y[:, :3].isfinite().all()

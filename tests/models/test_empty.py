@@ -18,7 +18,9 @@ CELLS = {
     "a stem": (partial(NDLightNet, stem_blocks=1, **SMALL | {"patch_size": 4}), 2),
     **{f"U-Net, {dims} axes": (partial(NDLightUNet, widths=(4, 8)), dims) for dims in (1, 2, 3, 4)},
     "U-Net, hybrid": (
-        partial(NDLightUNet, widths=(4, 8, 16), convs=(1, 1, 0), depths=(0, 0, 1), skips="add", deep_supervision=True),
+        partial(
+            NDLightUNet, widths=(4, 8, 16), convs=(1, 1, 0), depths=(0, 0, 1), size="hybrid", deep_supervision=True
+        ),
         3,
     ),
 }

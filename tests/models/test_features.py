@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ndlightnet import NDLightNet, NDLightUNet, Packed, mixers
-from ndlightnet.models.features import adapt_in_chans
+from ndlightnet.models.weights import adapt_in_chans
 
 SIZES = {1: (23,), 2: (13, 9), 3: (5, 6, 7), 4: (3, 4, 3, 5)}
 tiny = partial(NDLightNet, in_chans=2, num_classes=5, embed_dim=32, depth=3, tpe_states=4)
@@ -88,17 +88,6 @@ def test_gradients_reach_every_block_below(close, checkpointed):
     }
 
 
-@pytest.mark.slow
-def test_compile_without_a_graph_break(close):
-    torch._dynamo.reset()
-    net, x = tiny(2, patch_size=2, depth=2).eval(), torch.randn(2, 2, 13, 9)
-    compiled = torch.compile(net.forward_intermediates, fullgraph=True, backend="aot_eager")
-    expected = net.forward_intermediates(x, [0], stop_early=True)
-    features, (inner,) = compiled(x, [0], stop_early=True)
-    close(features, expected[0], 1e-5)
-    close(inner, expected[1][0], 1e-5)
-
-
 @pytest.mark.parametrize("indices, expected", [(1, [2]), ([0, -2], [0, 1]), ([0], [0])])
 def test_pruning_keeps_what_is_asked_for(indices, expected):
     net, x = tiny(2, patch_size=2).eval(), torch.randn(2, 2, 13, 9)
@@ -134,13 +123,6 @@ def test_pruning_may_leave_norm_and_head():
     assert net(x).shape == (2, 5)
     net.prune_intermediate_layers([0], prune_norm=True)  # a stream needs no norm
     assert torch.allclose(net.stream(2)(x), net(x), atol=1e-5)
-
-
-def test_pruning_keeps_the_rates_of_stochastic_depth():
-    net = tiny(2, patch_size=2, drop_path_rate=0.3)
-    net.prune_intermediate_layers([1])
-    rates = [block.drop_path.p for block in NDLightNet(**net.config).blocks]
-    assert rates == pytest.approx([0, 0.15]) == [block.drop_path.p for block in net.blocks]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -253,3 +235,21 @@ def test_what_does_not_fit_is_left_to_load_state_dict():
     assert adapt_in_chans(state, net).keys() == state.keys()
     with pytest.raises(RuntimeError, match=r"embed\.proj\.weight"):
         net.load_state_dict(adapt_in_chans(state, net))
+
+
+def test_pruning_keeps_the_rates_of_stochastic_depth():
+    net = tiny(2, patch_size=2, drop_path_rate=0.3)
+    net.prune_intermediate_layers([1])
+    rates = [block.drop_path.p for block in NDLightNet(**net.config).blocks]
+    assert rates == pytest.approx([0, 0.15]) == [block.drop_path.p for block in net.blocks]
+
+
+@pytest.mark.exhaustive
+def test_compile_without_a_graph_break(close):
+    torch._dynamo.reset()
+    net, x = tiny(2, patch_size=2, depth=2).eval(), torch.randn(2, 2, 13, 9)
+    compiled = torch.compile(net.forward_intermediates, fullgraph=True, backend="aot_eager")
+    expected = net.forward_intermediates(x, [0], stop_early=True)
+    features, (inner,) = compiled(x, [0], stop_early=True)
+    close(features, expected[0], 1e-5)
+    close(inner, expected[1][0], 1e-5)

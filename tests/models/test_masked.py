@@ -88,6 +88,7 @@ def test_the_noise_of_a_still_background_counts_little():
     assert still[0].isfinite() and still[1].explained.isfinite()
 
 
+@pytest.mark.slow
 def test_it_learns_to_continue_a_pattern():
     """Stripes of one direction a sample, from a quarter of their boxes."""
     torch.manual_seed(0)
@@ -106,16 +107,6 @@ def test_it_learns_to_continue_a_pattern():
         optimizer.step()
         losses.append(loss.item())
     assert losses[0] > 0.8 and sum(losses[-10:]) / 10 < 0.7 * sum(losses[:10]) / 10
-
-
-def test_the_decoder_is_initialised_again_alike():
-    _, decoder, _ = made(2)
-    torch.manual_seed(5)
-    decoder.reset_parameters()
-    first = [p.clone() for p in decoder.parameters()]
-    torch.manual_seed(5)
-    decoder.reset_parameters()
-    assert all(torch.equal(a, b) for a, b in zip(first, decoder.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"vocab_size": 9, "patch_size": None}])

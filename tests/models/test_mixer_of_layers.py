@@ -134,17 +134,8 @@ def test_mixed_layers_stream_and_export(close):
 
 
 FORMS = {
-    "a name": ("mixer: ndlightnet.nn.mixers.TNL", [("TNL", {})] * 3),
-    "a class with options": (
-        "mixer: {class_path: ndlightnet.nn.mixers.LAVO, init_args: {window: 8}}",
-        [("LAVO", {"window": 8})] * 3,
-    ),
     "a short name": ("mixer: TNL", [("TNL", {})] * 3),
     "a short name with options": ("mixer: {class_path: LAVO, init_args: {window: 8}}", [("LAVO", {"window": 8})] * 3),
-    "a list of short names": (
-        "mixer: [TNL, {class_path: LAVO, init_args: {window: 8}}, ndlightnet.nn.mixers.GLA]",
-        [("TNL", {}), ("LAVO", {"window": 8}), ("GLA", {})],
-    ),
     "short names within": (
         "mixer: {class_path: WithLocal, init_args: {local: both, mixer: LAVO}}",
         [("WithLocal", {})] * 3,
@@ -159,11 +150,6 @@ FORMS = {
         [("Recorded", {"built": (16, 1, i, 3)}) for i in range(3)],
     ),
     "a class that wants its layer": ("mixer: HERE.OfLayer", [("OfLayer", {"built": (16, i)}) for i in range(3)]),
-    "a mixer with a local branch": (
-        "mixer: {class_path: ndlightnet.nn.mixers.WithLocal, init_args: {local: both, mixer: "
-        "{class_path: ndlightnet.nn.mixers.LAVO, init_args: {window: 8}}}}",
-        [("WithLocal", {})] * 3,
-    ),
     "a function of the layer": ("mixer: HERE.of_layer", [("TNL", {}), ("LightNetAttention", {}), ("TNL", {})]),
 }
 
@@ -203,7 +189,7 @@ def test_an_argument_replaces_the_mixer_of_a_config(tmp_path, monkeypatch):
         more += ["--model.net.init_args.depth=1"] if value.startswith("[") else []
         blocks = from_yaml(line, tmp_path, *more).model.net.blocks
         assert {type(block.mixer).__name__ for block in blocks} == {"HGRN2"}
-    one = FORMS["a class with options"][0]
+    one = FORMS["a short name with options"][0]
     blocks = from_yaml(one, tmp_path, f"{argument[:-1]}.window=4").model.net.blocks
     assert {block.mixer.window for block in blocks} == {4}
     with pytest.raises(DataError, match="mixer: a list of 1, expected one for each of 3 layers"):

@@ -53,23 +53,6 @@ def test_packed_padded_and_alone_agree(close, close_grads, dims, causal, mixer):
     close_grads(net(padded, mask), alone(), parameters, 1e-5)
 
 
-def test_an_empty_sample_gives_zeros_and_finite_gradients():
-    from ndlightnet.ops import axis_causal_attention, causal_attention, global_attention
-
-    q, k, v = (torch.randn(2, 12, 1, 4, requires_grad=True) for _ in "qkv")
-    mask = torch.ones(2, 12, dtype=torch.bool)
-    mask[1] = False
-    for out in (
-        global_attention(q, k, v, mask=mask),
-        causal_attention(q, k, v, mask=mask)[0],
-        axis_causal_attention(q, k, v, 4, mask=mask)[0],
-        axis_causal_attention(q, k, v, 4, mask=mask, window=2, forget=0.1)[0],
-    ):
-        assert not out[1].any() and out[0].all()
-        for g in torch.autograd.grad(out.square().sum(), (q, k, v)):
-            assert g.isfinite().all() and not g[1].any() and g[0].any()
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_network_with_an_empty_sample_stays_finite(causal):
     net = network(3, causal, "lightnet")
@@ -80,14 +63,6 @@ def test_a_network_with_an_empty_sample_stays_finite(causal):
     torch.testing.assert_close(y[1], net.head.bias)  # the mean over no token
     for g in torch.autograd.grad(y.square().sum(), list(net.parameters())):
         assert g.isfinite().all()
-
-
-def test_words(close):
-    net = NDLightNet(1, vocab_size=11, embed_dim=16, depth=2, causal=True).double()
-    samples = [torch.randint(11, (n,)) for n in (9, 1, 30)]
-    packed = net(net.pack(samples))
-    alone = torch.cat([net(x[None])[0] for x in samples])
-    close(packed, alone, 1e-6)
 
 
 def test_stochastic_depth_drops_whole_samples():
@@ -118,6 +93,23 @@ def test_a_mixer_that_knows_no_packs_says_so():
     net = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=1, mixer=lambda dim: Plain())
     with pytest.raises(TypeError, match="layout"):
         net(net.pack([torch.randn(1, 5)]))
+
+
+def test_an_empty_sample_gives_zeros_and_finite_gradients():
+    from ndlightnet.ops import axis_causal_attention, causal_attention, global_attention
+
+    q, k, v = (torch.randn(2, 12, 1, 4, requires_grad=True) for _ in "qkv")
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1] = False
+    for out in (
+        global_attention(q, k, v, mask=mask),
+        causal_attention(q, k, v, mask=mask)[0],
+        axis_causal_attention(q, k, v, 4, mask=mask)[0],
+        axis_causal_attention(q, k, v, 4, mask=mask, window=2, forget=0.1)[0],
+    ):
+        assert not out[1].any() and out[0].all()
+        for g in torch.autograd.grad(out.square().sum(), (q, k, v)):
+            assert g.isfinite().all() and not g[1].any() and g[0].any()
 
 
 def test_a_float64_network_pools_in_float64(close):

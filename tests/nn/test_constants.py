@@ -21,7 +21,7 @@ def test_a_layer_made_on_meta_is_the_layer_that_was_saved(name, assign):
         other = LAYERS[name]()
     if not assign:
         other.to_empty(device="cpu")
-    assert name not in layer.state_dict()  # nor in checkpoints of old
+    assert name not in layer.state_dict()
     other.load_state_dict(layer.state_dict(), assign=assign)
     assert torch.equal(other(x, causal=True), layer(x, causal=True))
     assert torch.equal(getattr(other, name), getattr(layer, name))

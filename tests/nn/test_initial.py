@@ -29,6 +29,7 @@ MODULES = {
     "MultiheadAttention": partial(MultiheadAttention, DIM, 4),
     "image": partial(NET, 2),
     "image without a head": partial(NET, 2, num_classes=0),
+    "residual convolutions": partial(NET, 2, stem_blocks=1, patch_size=2),
     "words": partial(NET, 1, vocab_size=9, causal=True, num_classes=None, mixer="text_mixer"),
     "unet": partial(NDLightUNet, 2, widths=(4, 8), depths=(1, 1)),
     "separable unet": partial(NDLightUNet, 4, widths=(4, 8), depths=(0, 1), deep_supervision=True),
@@ -46,47 +47,32 @@ def numbers(module: nn.Module) -> dict[str, torch.Tensor]:
 def poison(module: nn.Module) -> None:
     with torch.no_grad():
         for x in numbers(module).values():
-            x.fill_(torch.nan)
+            x.fill_(torch.nan if x.is_floating_point() else 7)
+
+
+gpu = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 
 
 @modules
-@pytest.mark.parametrize("how", ["in place", "from meta"])
-def test_a_reset_module_is_a_new_one(name, how):
-    torch.manual_seed(0)
-    new = MODULES[name]()
-    if how == "in place":
-        module = MODULES[name]()
-    else:
-        with torch.device("meta"):
-            module = MODULES[name]()
-        assert all(x.is_meta for x in numbers(module).values())
-        module.to_empty(device="cpu")
-    poison(module)
-    torch.manual_seed(0)
-    module.reset_parameters()
-    expected, found = numbers(new), numbers(module)
-    assert expected.keys() == found.keys()
-    for key, x in expected.items():
-        assert torch.equal(x, found[key]), key
-        assert x.requires_grad == found[key].requires_grad and x.dtype == found[key].dtype
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@modules
-def test_on_a_gpu_too(name):
-    with torch.device("cuda"):
+@pytest.mark.parametrize("device", ["cpu", gpu])
+@pytest.mark.parametrize("built_on_meta", [False, True])
+def test_a_reset_module_is_a_new_one(name, built_on_meta, device):
+    with torch.device(device):
         torch.manual_seed(0)
         new = MODULES[name]()
-    with torch.device("meta"):
+    with torch.device("meta" if built_on_meta else device):
         module = MODULES[name]()
-    module.to_empty(device="cuda")
+    if built_on_meta:
+        assert all(x.is_meta for x in numbers(module).values())
+        module.to_empty(device=device)
     poison(module)
     torch.manual_seed(0)
     module.reset_parameters()
-    expected, found = numbers(new), numbers(module)
+    expected, reset = numbers(new), numbers(module)
+    assert expected.keys() == reset.keys()
     for key, x in expected.items():
-        assert x.is_cuda and torch.equal(x, found[key]), key
+        assert torch.equal(x, reset[key]), key
+        assert x.requires_grad == reset[key].requires_grad and x.dtype == reset[key].dtype
 
 
 @modules

@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from torch.autograd import grad, gradcheck
+from torch.autograd import grad
 
-from ndlightnet import NDLightNet
 from ndlightnet.nn.mixers.lavo import LAVO
 
 CASES = [  # grid, window
@@ -28,7 +27,7 @@ CASES = [  # grid, window
 ]
 cases = pytest.mark.parametrize("shape, window", CASES, ids=str)
 both = pytest.mark.parametrize("causal", [False, True])
-small = partial(LAVO, heads=2, memories=3)
+small = partial(LAVO, heads=2)
 
 
 def layer(window="auto", dim=8, **options):
@@ -108,44 +107,6 @@ def test_is_its_definition(close, shape, window, causal):
     close(m(x, mask=mask, causal=causal)[mask], definition(m, x, window, mask, causal)[mask], 1e-12)
 
 
-@pytest.mark.slow
-@both
-def test_wrong_variants_are_far_off(close, causal):
-    m, x = layer(5), tokens(23)
-    y = m(x, causal=causal)
-    for wrong in (
-        definition(m, x, 4, causal=causal),
-        definition(m, x, 6 if causal else None, causal=causal),
-        definition(m, x, 5, causal=not causal),
-        definition(m, x + 0.1, 5, causal=causal),
-    ):
-        assert (y - wrong).abs().max() > 1e-4
-
-
-@pytest.mark.slow
-@both
-def test_gradcheck(causal):
-    for window in (2, None):
-        m, x = layer(window, dim=4, heads=1, memories=2), tokens(6, dim=4, batch=1)
-        names, values = zip(*m.named_parameters(), strict=True)
-
-        def run(x, *values, m=m, names=names):
-            held = dict(zip(names, values, strict=True))
-            return torch.func.functional_call(m, held, (x,), {"causal": causal})
-
-        assert gradcheck(run, (x.requires_grad_(), *values))
-
-
-@cases
-def test_causal_gradients_to_later_frames_are_exactly_zero(shape, window):
-    """And tokens before the neighbourhood are reached through the memory."""
-    m, x = layer(window), tokens(*shape, batch=1).requires_grad_()
-    y = m(x, causal=True)
-    for t in range(shape[0]):
-        pulled = grad(y[:, t].square().sum(), x, retain_graph=True)[0]
-        assert not pulled[:, t + 1 :].any() and pulled[:, : t + 1].any(-1).all()
-
-
 @pytest.mark.parametrize("sizes", [(1,), (2, 3, 1), (7, 0, 1), (100,)], ids=str)
 @cases
 def test_pieces_of_any_size_are_the_whole(close, shape, window, sizes):
@@ -170,37 +131,6 @@ def test_rows_of_a_stream_are_where_they_are(close):
     close(y, torch.stack([whole[0, 2:7], whole[1, 4:]]), 1e-12)
 
 
-@pytest.mark.slow
-def test_decoding_goes_on_and_on(close):
-    """Token by token in float32, in a state that stays as it is."""
-    m, x = layer(4).float(), tokens(400).float()
-    state = m.init_state(2)
-    size, got = m.state_size, []
-    with torch.no_grad():
-        for t in range(400):
-            y, state = m.advance(x[:, t : t + 1], state, t)
-            got.append(y)
-        close(torch.cat(got, 1), m(x, causal=True), 1e-5)
-    assert sum(s.numel() for s in state) == 2 * size == 2 * (2 * 3 * 8 + 2 * 8 + 1)
-    assert state.frames.tolist() == [400, 400]
-
-
-@pytest.mark.parametrize("window", ["auto", 3, None])
-def test_in_a_network_and_its_stream(close, window):
-    mixer = partial(small, window=window)
-    model = NDLightNet(1, vocab_size=50, embed_dim=16, depth=2, tpe_states=4, mixer=mixer, causal=True).double().eval()
-    words = torch.randint(50, (2, 20))
-    stream = model.stream(2)
-    got = [stream(part) for part in words.split([1, 5, 2, 12], 1)]
-    close(torch.cat(got, 1), model(words).detach(), 1e-10)
-    stream.reset([True, False])  # the second one holds what it has
-    stream(words[:, :7], active=[True, False])
-    y = stream(words[:, 7:9])
-    close(y[:1], model(words[:1]).detach()[:, 7:9], 1e-10)
-    longer = torch.cat([words[1:], words[1:, 7:9]], 1)
-    close(y[1:], model(longer).detach()[:, 20:], 1e-10)
-
-
 @both
 @cases
 def test_content_of_padding_does_not_matter(close, shape, window, causal):
@@ -218,18 +148,6 @@ def test_content_of_padding_does_not_matter(close, shape, window, causal):
     assert all(g.isfinite().all() for g in grad(nothing.sum(), [x, *m.parameters()]))
 
 
-@both
-@pytest.mark.parametrize("shape, window", [((23,), 5), ((23,), None), ((9, 4), (2, 3))])
-def test_padding_at_either_end_is_no_padding(close, shape, window, causal):
-    m, x = layer(window), tokens(*shape)
-    for real in (slice(0, 7), slice(3, 9), slice(8, None)):
-        mask = torch.zeros(2, *shape, dtype=torch.bool)
-        mask[:, real] = True
-        y = m(torch.where(mask[..., None], x, torch.nan), mask=mask, causal=causal)
-        close(y[:, real], m(x[:, real], causal=causal), 1e-12)
-        assert y.isfinite().all()
-
-
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (2, 1, 0)])
 def test_axes_are_alike(close, order):
     """The non-causal form, with windows (and their biases) in the order of the axes."""
@@ -242,14 +160,6 @@ def test_axes_are_alike(close, order):
     turned.load_state_dict(m.state_dict())
     m.bias = torch.nn.ParameterList(tables)
     close(turned(x.permute(view)), m(x).permute(view), 1e-12)
-
-
-@both
-def test_more_axes_of_one_are_one_axis(close, causal):
-    m, x = layer(4), tokens(21)
-    for table in m.bias:  # offset 0 counts once for every axis
-        table.data[:, 3] = 0
-    close(m(x[:, :, None, None], causal=causal)[:, :, 0, 0], m(x, causal=causal), 1e-12)
 
 
 def test_the_memory_ignores_the_layout(close):
@@ -297,48 +207,7 @@ def test_autocast_is_close_to_float32(close, shape, causal):
     close(m.bfloat16()(x.bfloat16(), causal=causal).float(), exact, 6 * 2**-8)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape, options, how",
-    [
-        ((9, 5), {"window": (2, 3)}, {"mask": torch.rand(2, 9, 5) < 0.6}),
-        pytest.param((24, 24), {"window": 6}, {}, marks=pytest.mark.slow),
-        ((9, 2, 3), {"window": None, "context_dim": 8}, {"context": tokens(7)}),
-    ],
-    ids=["mask", "grid", "context"],
-)
-def test_compiles_to_one_graph(close, close_grads, shape, options, how):
-    m, x = layer(**options), tokens(*shape).requires_grad_()
-    y, expected = torch.compile(m, fullgraph=True, backend="aot_eager")(x, **how), m(x, **how)
-    close(y, expected, 1e-12)
-    close_grads(y, expected, [x, *m.parameters()], 1e-11)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_stream_compiles_to_one_graph(close):
-    m, x = layer(4), tokens(9)
-    step, state, got = torch.compile(m.advance, fullgraph=True, backend="aot_eager"), None, []
-    for part in x.split(3, 1):
-        y, state = step(part, state or m.init_state(2), 0)
-        got.append(y)
-    close(torch.cat(got, 1), m(x, causal=True), 1e-12)
-
-
-def test_nothing_in_nothing_out():
-    for window in (3, None):
-        m = layer(window)
-        assert m(tokens(0)).shape == m(tokens(0), causal=True).shape == (2, 0, 8)
-        state = m.init_state(2)
-        y, after = m.advance(tokens(0), state, 0)
-        assert y.shape == (2, 0, 8)
-        assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
-
-
 def test_errors():
-    for bad in (0, 33, -1):
-        with pytest.raises(ValueError, match=rf"memories={bad}: expected 1 to 32"):
-            LAVO(64, 2, memories=bad)
     for bad in (0, (2, 0), (), "none", 2.5):
         with pytest.raises(ValueError, match=r"window="):
             LAVO(64, window=bad)
@@ -356,3 +225,44 @@ def test_errors():
     with pytest.raises(ValueError, match=r"frames of \(4,\): expected \(3,\)"):
         m.advance(x, m.init_state(2, space=(3,)), 0)
     assert m.init_state(1, space=(4,)).keys.shape == (1, 2, 4, 2, 4)
+
+
+def test_memory_vectors_are_orthogonal_at_first():
+    """They learn freely from there, as in the paper."""
+    m = LAVO(8, heads=2, window=4).double()
+    x = torch.randn(2, 12, 8, dtype=torch.float64)
+
+    def crosstalk():
+        mean = torch.randn(2, m.head_dim, dtype=torch.float64)
+        memory = torch.einsum("hrd,hd->hr", m.basis, mean)[..., None] * m.basis
+        gram = memory @ memory.mT
+        return (gram - torch.diag_embed(gram.diagonal(dim1=1, dim2=2))).abs().max() / gram.max()
+
+    identity = torch.eye(4, dtype=torch.float64)
+    assert (m.basis @ m.basis.mT - identity).abs().max() < 1e-6 and crosstalk() < 1e-6
+    before, target = m.basis.detach().clone(), torch.randn_like(x)
+    optimizer, losses = torch.optim.Adam(m.parameters(), 0.05), []
+    for _ in range(30):
+        loss = (m(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and (m.basis - before).abs().max() > 1e-2
+    assert crosstalk() > 1e-3
+
+
+def test_parameters():
+    def count(**options):
+        return sum(p.numel() for p in LAVO(128, **options).parameters())
+
+    projections, bases = 4 * 128**2, 64 * 128
+    assert count() == projections + bases + 2 * 31
+    assert count(window=8) == projections + bases + 2 * 15
+    assert count(window=(4, 8, 8)) == projections + bases + 2 * (7 + 15 + 15)
+    assert count(window=None) == count(context_dim=128) == 3 * 128**2 + bases
+    assert count(context_dim=40) == 2 * 128**2 + 40 * 128 + bases
+    assert LAVO(96, heads=4).basis.shape == (4, 24, 24)
+    # what the paper's memory adds to 12 layers of GPT-2: 0.59 M
+    added = 12 * LAVO(768).basis.numel()
+    assert round(added / 1e6, 2) == 0.59

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.autograd import grad
 
 from ndlightnet import LightNetAttention
 
@@ -12,14 +11,14 @@ GRIDS = ((7,), (4, 6), (3, 4, 5), (2, 3, 2, 4))
 @pytest.mark.parametrize("causal", [False, True])
 def test_layer_is_its_formula(dense, close, causal):
     """o_proj(norm(merged heads) * sigmoid(low-rank gate)), from the weights (maths.md 5.2)."""
-    layer = LightNetAttention(12, 2, lrpe=None, gate_rank=3, bias=True).double()
+    layer = LightNetAttention(12, 2, lrpe=None, bias=True).double()
     x = torch.randn(2, 9, 12, dtype=torch.float64)
     q, k, v = (p(x).unflatten(-1, (2, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     y = dense(q, k, v, causal=causal).flatten(2)
     y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
     gate = layer.gate[1](layer.gate[0](x)).sigmoid()
     close(layer(x, causal=causal), layer.o_proj(y * gate), 1e-10)
-    assert layer.gate[0].weight.shape == (3, 12)
+    assert layer.gate[0].weight.shape == (6, 12)
 
 
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
@@ -92,10 +91,8 @@ def test_refusals_say_why():
 
 def test_options():
     assert [LightNetAttention(d).heads for d in (32, 64, 128, 192, 384, 100)] == [1, 2, 4, 6, 12, 2]
-    count = sum(p.numel() for p in LightNetAttention(128, gate_rank=16).parameters())
-    assert count == 4 * 128**2 + 2 * 16 * 128 + 3 * 128
-    fixed = LightNetAttention(32, learn_theta=False)
-    assert not fixed.lrpe.log_factor.requires_grad
+    count = sum(p.numel() for p in LightNetAttention(128).parameters())
+    assert count == 4 * 128**2 + 2 * 32 * 128 + 3 * 128
 
 
 def test_axes_permute_together_without_position(close):
@@ -132,20 +129,6 @@ def test_samples_may_be_at_positions_of_their_own(close):
     close(y, torch.cat([whole[:1, 2:5], whole[1:, 4:7]]), 1e-5)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_bfloat16_autocast_is_close_to_float32(causal):
-    """Unit roundoff 2^-9, about ten roundings in a row (five products, norm, gate, ends)."""
-    layer, x = LightNetAttention(128), torch.randn(2, 70, 128)
-    expected = layer(x, causal=causal)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = layer(x, causal=causal)
-    assert actual.dtype == torch.bfloat16
-    assert (actual - expected).abs().max() < 10 * 2**-9 * expected.abs().max()
-    parameters = list(layer.parameters())
-    for p, g in zip(parameters, grad(actual.float().sum(), parameters), strict=True):
-        assert g.dtype == p.dtype and g.isfinite().all()
-
-
 @pytest.mark.parametrize("cosine", [False, True])
 def test_impl_reaches_the_functions(close, cosine):
     x, lrpe = torch.randn(2, 3, 3, 32), "cosine" if cosine else None
@@ -154,14 +137,3 @@ def test_impl_reaches_the_functions(close, cosine):
         slow = LightNetAttention(32, lrpe=lrpe, **more, impl="reference")
         slow.load_state_dict(layer.state_dict())
         close(slow(x, causal=causal), layer(x, causal=causal), 1e-5)
-
-
-@pytest.mark.parametrize("lrpe", ["cosine", None])
-def test_causal_with_padding_is_the_text_alone(close, lrpe):
-    """Left padding too, as scores depend on offsets only."""
-    layer, x = LightNetAttention(32, 2, lrpe=lrpe), torch.randn(2, 9, 32)
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    mask[0, :2] = mask[0, 7:] = False
-    y = layer(torch.where(mask[..., None], x, torch.nan), mask=mask, causal=True)
-    close(y[:1, 2:7], layer(x[:1, 2:7], causal=True), 1e-5)
-    close(y[1:], layer(x[1:], causal=True), 1e-5)

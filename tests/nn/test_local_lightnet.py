@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ndlightnet import NDLightNet
-from ndlightnet.layout import Grid, Ragged
+from ndlightnet.layout import Ragged
 from ndlightnet.models import ndlightnet_small
-from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention
+from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.with_local import WithLocal
 
 
@@ -99,64 +99,9 @@ def test_key_scale_survives_the_network_initialiser():
         assert torch.equal(factor * one, other), name
 
 
-def test_old_checkpoint_gives_the_network_that_it_was():
-    old = NDLightNet(2, 1, 3, patch_size=1, embed_dim=8, depth=2, mixer=partial(LightNetAttention, local=None))
-    new = NDLightNet(2, 1, 3, patch_size=1, embed_dim=8, depth=2)
-    with pytest.warns(UserWarning, match="has no local_values: LightNetAttention does without it"):
-        new.load_state_dict(old.state_dict())
-    assert [name for name, _ in new.named_parameters()] == list(old.state_dict())
-    x = torch.randn(2, 1, 5, 4)
-    torch.testing.assert_close(old(x), new(x))
-
-
-@pytest.mark.parametrize("options", [{}, {"lrpe": None}, {"learn_theta": False}])
-def test_old_checkpoint_brings_its_heads(options):
-    """One per 64 channels was the default before one per 32."""
-    old = LightNetAttention(128, 2, dims=None, bias=True, **options).double().requires_grad_(False)
-    new = LightNetAttention(128, dims=2, bias=True, **options).double().requires_grad_(False)
-    assert new.heads == 4
-    with pytest.warns(UserWarning, match="rank 64: LightNetAttention takes 2 heads of 64"):
-        new.load_state_dict(old.state_dict())
-    assert new.heads == 2 and new.local_values is None
-    assert not any(p.requires_grad for p in new.gate.parameters())
-    x = torch.randn(1, 3, 4, 128, dtype=torch.float64)
-    torch.testing.assert_close(old(x), new(x))
-
-
-@pytest.mark.parametrize("given", [{"heads": 4}, {"gate_rank": 64}])
-@pytest.mark.parametrize("lrpe", ["cosine", None])
-def test_heads_that_are_given_stay(given, lrpe):
-    layer, again = (LightNetAttention(128, **given, lrpe=lrpe).double() for _ in range(2))
-    again.load_state_dict(layer.state_dict())
-    x = torch.randn(1, 3, 128, dtype=torch.float64)
-    assert again.heads == 4
-    torch.testing.assert_close(layer(x), again(x))
-
-
-@pytest.mark.parametrize("given", [{"heads": 4}, {"gate_rank": 64}])
-def test_other_heads_than_those_given_are_refused(given):
-    old, new = LightNetAttention(128, 2), LightNetAttention(128, **given)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        new.load_state_dict(old.state_dict())
-
-
-def test_checkpoint_of_another_mixer_is_refused():
-    layer, other = LightNetAttention(64, dims=1), SoftmaxAttention(64)
-    with pytest.raises(RuntimeError, match=r"Missing key.*gate"):
-        layer.load_state_dict(other.state_dict())
-    assert layer.local_values is not None
-
-
 @pytest.mark.parametrize("arguments", [{"local": "keys"}, {"key_scale": 0.0}])
 def test_errors(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         LightNetAttention(8, dims=1, **arguments)
     with pytest.raises(ValueError, match="axes"):
         LightNetAttention(8, dims=1)(torch.randn(1, 3, 4, 8))
-
-
-def test_grid_alone_is_not_needed():
-    layer, _ = pair("values", 3)
-    x = torch.randn(1, 24, 12, dtype=torch.float64)
-    grid = Grid((2, 3, 4))
-    torch.testing.assert_close(layer(x, layout=grid), layer(x.view(1, 2, 3, 4, 12)).flatten(1, 3))

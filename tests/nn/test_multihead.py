@@ -167,23 +167,6 @@ def test_in_an_encoder_layer_eval_is_train(close, norm_first):
         assert not torch.allclose(layer(x, **options), train)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_in_an_encoder(close, training):
-    torch.manual_seed(0)
-    encoder = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
-    encoder.train(training)
-    x, pad = torch.randn(3, 10, 16), padding()
-    with torch.no_grad():
-        y = encoder(x, src_key_padding_mask=pad)
-        junk = torch.where(pad[..., None], 9.0, x)
-        close(encoder(junk, src_key_padding_mask=pad)[~pad], y[~pad], 1e-5)
-        close(encoder(x[1:2, :4])[0], y[1, :4], 1e-5)
-        mask = nn.Transformer.generate_square_subsequent_mask(10)
-        causal = encoder(x, mask=mask, is_causal=True)
-        close(encoder(x[:, :6], mask=mask[:6, :6], is_causal=True), causal[:, :6], 1e-5)
-        close(encoder(x, mask=mask), causal, 1e-6)
-
-
 def test_masks_that_torch_refuses_are_refused_by_name():
     ours, x = MultiheadAttention(16, 4, batch_first=True), torch.randn(3, 10, 16)
     theirs, pad = nn.MultiheadAttention(16, 4, batch_first=True), padding()
@@ -297,17 +280,6 @@ def test_masks_in_a_graph_without_breaks(close, is_causal):
             attend(wrong)
         with pytest.raises(RuntimeError, match=r"attn_mask: expected None or the causal mask"):
             compiled(wrong)
-
-
-@pytest.mark.slow
-def test_a_layer_and_an_encoder_in_a_graph_without_breaks(close):
-    torch._dynamo.reset()
-    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
-    encoder = swapped(nn.TransformerEncoder(layer, 1)).eval()
-    x = torch.randn(3, 10, 16)
-    for module in (encoder.layers[0], encoder):
-        compiled = torch.compile(module, fullgraph=True, backend="eager")
-        close(compiled(x, CAUSAL, is_causal=False), encoder(x, CAUSAL), 1e-6)
 
 
 def test_wrong_shapes_are_named():

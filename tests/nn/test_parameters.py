@@ -1,4 +1,4 @@
-"""Which parameters do not decay, and the names that old checkpoints have for some."""
+"""Which parameters weight decay leaves alone."""
 
 import copy
 
@@ -21,13 +21,6 @@ UNDECAYED = {
     "S4": {"A_log", "A_imag"},
     "S5": {"A_log", "A_imag"},
     "SoftmaxAttention": {"lrpe.log_factor"},
-}
-OLD_NAMES = {
-    "GatedDeltaNet": {"A_log": "log_rate", "dt_bias": "shift"},
-    "KimiDeltaAttention": {"A_log": "log_rate", "dt_bias": "shift"},
-    "Mamba": {"dt_bias": "shift"},
-    "S4": {"A_log": "log_rate", "A_imag": "turn", "log_dt": "log_step"},
-    "S5": {"A_log": "log_rate", "A_imag": "turn", "log_dt": "log_step"},
 }
 
 
@@ -59,20 +52,3 @@ def test_copies_and_loaded_networks_still_say_so():
         names = {id(p): key for key, p in other.named_parameters()}
         assert net.no_weight_decay() <= {names[id(p)] for p in plain["params"]}
         assert len(decayed["params"]) == len(decayed_groups(net, 0.1)[0]["params"])
-
-
-@pytest.mark.parametrize("name", OLD_NAMES)
-@pytest.mark.parametrize("assign", [False, True])
-def test_parameters_load_by_their_old_names(name, assign):
-    net, other = network(name), network(name)
-    renamed = OLD_NAMES[name]
-    saved = {}
-    for key, value in net.state_dict().items():
-        prefix, last = key.rsplit(".", 1)
-        saved[f"{prefix}.{renamed.get(last, last)}"] = value
-    assert len(set(saved) - set(net.state_dict())) == len(renamed)
-    other.load_state_dict(saved, assign=assign)  # strictly: no key missing, none left over
-    for key, value in net.state_dict().items():
-        assert torch.equal(other.state_dict()[key], value)
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*log_rates"):
-        other.load_state_dict({**saved, "blocks.0.mixer.log_rates": torch.zeros(1)})

@@ -1,14 +1,12 @@
 """WindowAttention against softmax over all pairs in float64, the others masked away; streams."""
 
 import itertools
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from ndlightnet import NDLightNet
 from ndlightnet.layout import Grid
 from ndlightnet.nn.mixers import WindowAttention
 from ndlightnet.ops.position import groups
@@ -129,22 +127,6 @@ def test_rows_of_a_stream_have_their_own_frames(close, rotary):
     assert state.frames.tolist() == [7, 9]
     with pytest.raises(ValueError, match=r"frames of \(3,\): expected \(4,\), as in init_state"):
         net.advance(x[:, :1, :3], state, 9)
-
-
-@pytest.mark.parametrize("rotary", [False, True])
-def test_text_in_a_network_and_its_stream(close, rotary):
-    mixer = partial(WindowAttention, heads=2, window=5, rotary=rotary)
-    model = NDLightNet(1, vocab_size=50, embed_dim=16, depth=2, tpe=False, mixer=mixer, causal=True).double().eval()
-    words = torch.randint(50, (2, 20))
-    stream = model.stream(2)
-    got = [stream(part) for part in words.split([1, 5, 2, 12], 1)]
-    close(torch.cat(got, 1), model(words).detach(), 1e-10)
-    stream.reset([True, False])  # the second one pauses
-    stream(words[:, :7], active=[True, False])
-    y = stream(words[:, 7:9])
-    close(y[:1], model(words[:1]).detach()[:, 7:9], 1e-10)
-    longer = torch.cat([words[1:], words[1:, 7:9]], 1)
-    close(y[1:], model(longer).detach()[:, 20:], 1e-10)
 
 
 @pytest.mark.parametrize("rotary", [False, True])

@@ -62,7 +62,7 @@ CASES: dict[str, Case] = {
             widths=(8, 16, 32),
             convs=(1, 1, 0),
             depths=(0, 0, 1),
-            skips="add",
+            size="hybrid",
             deep_supervision=True,
         ),
         (1, 16, 17, 16),

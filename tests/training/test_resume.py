@@ -90,7 +90,7 @@ KINDS = {
         GenerationTask,
         ImageData,
         "ndlightnet.NDLightDiT",
-        {"dims": 2, "in_chans": 1, "num_classes": 3, "embed_dim": 8, "depth": 2, "class_dropout": 0.3},
+        {"dims": 2, "in_chans": 1, "num_classes": 3, "embed_dim": 8, "depth": 2},
         "ndlightnet.training.ImageData",
         {"batch_size": 4, "train_limit": 20},
     ),

@@ -27,7 +27,6 @@ class Mixer(Initialized, ABC):
 
     ragged = False  # whether `mix` takes a pack at once; else it is called for each sample
     boxes = False  # whether `mix` takes Boxes, where several rows are one sample, and a Part
-    renamed: tuple[tuple[str, str], ...] = ()  # parameters: (name in old checkpoints, name today)
 
     def forward(
         self,
@@ -116,12 +115,6 @@ class Mixer(Initialized, ABC):
 
     def scale_weights(self) -> None:
         """Scale weights that were just initialised, if the mixer's arguments ask for that."""
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        for old, new in self.renamed:
-            if prefix + old in state_dict:
-                state_dict[prefix + new] = state_dict.pop(prefix + old)
-        super()._load_from_state_dict(state_dict, prefix, *more)  # type: ignore[no-untyped-call]
 
     @property
     def state_size(self) -> int | None:

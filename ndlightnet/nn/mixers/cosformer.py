@@ -32,7 +32,7 @@ class CosformerAttention(LinearAttention):
     Parameters: 4 dim^2.
     """
 
-    position_code = True
+    position_code, feature = True, "relu"
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class CosformerAttention(LinearAttention):
         reach: int | Sequence[int] | None = None,
         impl: Impl = "auto",
     ) -> None:
-        super().__init__(dim, heads, context_dim=context_dim, feature="relu", impl=impl)
+        super().__init__(dim, heads, context_dim=context_dim, impl=impl)
         if reach is not None:
             per_axis("reach", reach, len(reach) if isinstance(reach, Sequence) else 1)
         self.reach = reach
@@ -65,7 +65,7 @@ class CosformerAttention(LinearAttention):
         return Grid(grid.shape, tuple(-front for front, _ in margins)), extent
 
     def add_position(self, x: Tensor, grid: Grid, extent: Extent) -> Tensor:
-        parts = []
+        waves = []
         reaches: Sequence[int | Tensor] = [CAUSAL_REACH if end is None else end for end in extent]
         if self.reach is not None:
             reaches = per_axis("reach", self.reach, grid.ndim)
@@ -76,8 +76,8 @@ class CosformerAttention(LinearAttention):
             angle = at.clamp(min=0).clamp(max=reach) * (math.pi / 2) / reach
             # (batch or 1, length)
             angles = grid.spread(torch.atleast_2d(angle).mT, axis).flatten(0, -2).mT
-            parts += [x * wave(angles)[..., None, None].to(x.dtype) for wave in (torch.cos, torch.sin)]
-        return torch.cat(parts, -1)
+            waves += [x * wave(angles)[..., None, None].to(x.dtype) for wave in (torch.cos, torch.sin)]
+        return torch.cat(waves, -1)
 
     def rows(self, ndim: int) -> int:
         return 2 * ndim

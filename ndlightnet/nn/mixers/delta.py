@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.base import zero_padding
-from ndlightnet.nn.mixers.keyed import Keyed, Parts
+from ndlightnet.nn.mixers.keyed import Inputs, Keyed
 from ndlightnet.nn.mixers.recurrent import Scan, init_dt_bias, short_conv
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
@@ -43,7 +43,7 @@ class _Delta(Keyed):
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([self.in_proj(x), self.beta_proj(x)], -1)
 
-    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Inputs:
         dim = self.value_dim
         first, rest = z.split([3 * self.dim, z.shape[-1] - 3 * self.dim], -1)
         near = first if self.conv is None else short_conv(first, self.conv)
@@ -55,13 +55,13 @@ class _Delta(Keyed):
         k, v, beta = zero_padding(mask, k, v, beta)
         if decay is not None:
             (decay,) = zero_padding(mask, decay)
-        return Parts(q, k, v, decay, beta, gate)
+        return Inputs(q, k, v, decay, beta, gate)
 
     def more(self, rest: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return log decay (batch, length, heads, ·) and gate from the other projected channels."""
         return None, None
 
-    def output(self, parts: Parts, y: Tensor) -> Tensor:
+    def output(self, inputs: Inputs, y: Tensor) -> Tensor:
         out: Tensor = self.o_proj(self.norm(y).flatten(2))
         return out
 
@@ -107,7 +107,6 @@ class _Decaying(_Delta):
     exp(A_log) is between `slowest` and 16."""
 
     undecayed = ("A_log",)
-    renamed = (("log_rate", "A_log"), ("shift", "dt_bias"))
 
     def __init__(
         self,
@@ -179,8 +178,8 @@ class GatedDeltaNet(_Decaying):
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([super().project(x), self.decay_proj(x), self.gate_proj(x)], -1)
 
-    def output(self, parts: Parts, y: Tensor) -> Tensor:
-        out: Tensor = self.o_proj((self.norm(y) * F.silu(parts.gate)).flatten(2))
+    def output(self, inputs: Inputs, y: Tensor) -> Tensor:
+        out: Tensor = self.o_proj((self.norm(y) * F.silu(inputs.gate)).flatten(2))
         return out
 
 
@@ -216,6 +215,6 @@ class KimiDeltaAttention(_Decaying):
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([super().project(x), self.decay_proj(x), self.gate_proj(x)], -1)
 
-    def output(self, parts: Parts, y: Tensor) -> Tensor:
-        out: Tensor = self.o_proj((self.norm(y) * torch.sigmoid(parts.gate)).flatten(2))
+    def output(self, inputs: Inputs, y: Tensor) -> Tensor:
+        out: Tensor = self.o_proj((self.norm(y) * torch.sigmoid(inputs.gate)).flatten(2))
         return out

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndlightnet.nn.mixers.base import zero_padding
-from ndlightnet.nn.mixers.keyed import Keyed, Parts
+from ndlightnet.nn.mixers.keyed import Inputs, Keyed
 from ndlightnet.nn.mixers.recurrent import Scan
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
@@ -40,13 +40,13 @@ class GLA(Keyed):
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([self.in_proj(x), self.decay_proj(x)], -1)
 
-    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Inputs:
         keys, values = self.key_dim, self.value_dim
         q, k, v, gate, decay = self.split(z, keys, keys, values, values, keys)
         decay = F.logsigmoid(decay.to(accumulator(decay))) / TEMPERATURE
         k, v, decay = zero_padding(mask, k, v, decay)
-        return Parts(q * keys**-0.5, k, v, decay, gate=gate)
+        return Inputs(q * keys**-0.5, k, v, decay, gate=gate)
 
-    def output(self, parts: Parts, y: Tensor) -> Tensor:
-        out: Tensor = self.o_proj((self.norm(y) * F.silu(parts.gate)).flatten(2))
+    def output(self, inputs: Inputs, y: Tensor) -> Tensor:
+        out: Tensor = self.o_proj((self.norm(y) * F.silu(inputs.gate)).flatten(2))
         return out

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndlightnet.nn.mixers.base import zero_padding
-from ndlightnet.nn.mixers.keyed import Keyed, Parts
+from ndlightnet.nn.mixers.keyed import Inputs, Keyed
 from ndlightnet.nn.mixers.recurrent import Scan
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
@@ -17,25 +15,20 @@ from ndlightnet.ops.dtypes import accumulator
 
 class HGRN2(Keyed):
     """HGRN2: o_proj(norm(m_t^T SiLU(q_t))), m_t = Diag(f_t) m_(t-1) + (1 - f_t) v_t^T, with
-    f_t = bound + (1 - bound) sigmoid(.).
+    f_t = sigmoid(.). (The original has a least f_t, which it raises from 0 layer by layer.)
 
     Args:
         dim: channels of a token.
         heads: default: one per 64 channels.
         scan: how a grid is covered; see Recurrent.
-        lower_bound: the least f_t, in [0, 1); the original raises it from 0, layer by layer.
         impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.gated.
 
     Parameters: 4 dim^2 + dim.
     """
 
-    def __init__(
-        self, dim: int, heads: int | None = None, *, scan: Scan = "both", lower_bound: float = 0.0, impl: Impl = "auto"
-    ) -> None:
+    def __init__(self, dim: int, heads: int | None = None, *, scan: Scan = "both", impl: Impl = "auto") -> None:
         super().__init__(dim, heads, scan, impl)
-        if not 0 <= lower_bound < 1:
-            raise ValueError(f"lower_bound={lower_bound}: expected 0 <= lower_bound < 1")
-        self.lower_bound, self.width = lower_bound, 3 * dim
+        self.width = 3 * dim
         self.in_proj = nn.Linear(dim, 3 * dim, bias=False)
         self.norm = nn.RMSNorm(dim, eps=1e-5)
 
@@ -43,16 +36,13 @@ class HGRN2(Keyed):
         out: Tensor = self.in_proj(x)
         return out
 
-    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Inputs:
         q, decay, v = self.split(z, *[self.value_dim] * 3)
         log = F.logsigmoid(decay.to(accumulator(decay)))
-        if self.lower_bound:
-            bound = self.lower_bound
-            log = torch.logaddexp(torch.full_like(log, math.log(bound)), math.log1p(-bound) + log)
         k = -torch.expm1(log)  # 1 - f, accurate also where it is tiny
         k, v, log = zero_padding(mask, k.to(v.dtype), v, log)
-        return Parts(F.silu(q), k, v, log)
+        return Inputs(F.silu(q), k, v, log)
 
-    def output(self, parts: Parts, y: Tensor) -> Tensor:
+    def output(self, inputs: Inputs, y: Tensor) -> Tensor:
         out: Tensor = self.o_proj(self.norm(y.flatten(2)))
         return out

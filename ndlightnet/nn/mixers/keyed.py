@@ -19,7 +19,7 @@ from ndlightnet.ops.recurrence.delta import gated_delta_rule
 from ndlightnet.ops.recurrence.gated import gated_linear_attention
 
 
-class Parts(NamedTuple):
+class Inputs(NamedTuple):
     """Inputs of the recurrence, (batch, length, heads, ...)."""
 
     q: Tensor
@@ -59,8 +59,8 @@ class Keyed(Recurrent):
         acc = accumulator(self.o_proj.weight)
         return torch.zeros(batch, self.heads, self.key_dim, self.value_dim, dtype=acc, device=device)
 
-    def recur(self, parts: Parts, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
-        q, k, v, decay, beta, _ = parts
+    def recur(self, inputs: Inputs, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
+        q, k, v, decay, beta, _ = inputs
         if beta is None:
             y, memory = gated_linear_attention(q, k, v, decay, memory, impl=self.impl)
         else:
@@ -79,13 +79,13 @@ class Keyed(Recurrent):
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """Split (..., sum of heads * size) into (..., heads, size) for each size."""
-        parts = x.split([self.heads * size for size in sizes], -1)
-        return tuple(p.unflatten(-1, (self.heads, -1)) for p in parts)
+        channels = x.split([self.heads * size for size in sizes], -1)
+        return tuple(y.unflatten(-1, (self.heads, -1)) for y in channels)
 
     def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
         """Let queries read the memory after the whole source, summed over the orders of a scan."""
         memory = self.read_orders(context, source, mask, False)[2].sum(0)
-        parts = self.inputs(nn.functional.pad(self.project(x), (0, 0, self.lookback, 0)), None)
+        inputs = self.inputs(nn.functional.pad(self.project(x), (0, 0, self.lookback, 0)), None)
         with exact(memory):
-            y = torch.einsum("blhk,bhkd->blhd", parts.q.to(memory.dtype), memory)
-        return self.output(parts, y.to(parts.v.dtype))
+            y = torch.einsum("blhk,bhkd->blhd", inputs.q.to(memory.dtype), memory)
+        return self.output(inputs, y.to(inputs.v.dtype))

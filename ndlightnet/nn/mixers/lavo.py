@@ -16,6 +16,8 @@ from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lavo import WindowSums, amounts, memory_read, past_means, token_mean
 from ndlightnet.ops.local import append_frames, local_attention
 
+MEMORIES = 64  # most vectors in a head's memory
+
 
 class LAVOState(NamedTuple):
     """State of the causal form; all zeros before the first frame."""
@@ -32,16 +34,15 @@ class LAVO(StreamingMixer):
     attention to the neighbourhood with learnt biases and memory what the query reads from an
     orthogonal memory; see ndlightnet.ops.local and ndlightnet.ops.lavo.
 
-    The memory compresses the local features of all tokens; in the causal form, of the tokens in
-    all windows of frames (steps of the first axis) that ended before the token's window began. In
-    the first window the memory is empty and the read is 0. Within its frame a causal token sees its
-    neighbourhood.
+    A head's memory has as many vectors as its dim, up to 64; they start orthonormal and are learnt
+    without constraint, as in the paper. It compresses the local features of all tokens; in the
+    causal form, of the tokens in all windows of frames (steps of the first axis) that ended before
+    the token's window began. In the first window the memory is empty and the read is 0. Within its
+    frame a causal token sees its neighbourhood.
 
     Args:
         dim: channels of a token.
         heads: default: one per 64 channels. Head dim = dim / heads.
-        memories: vectors in a head's memory, at most the head dim; default: the head dim, up to 64.
-            They start orthonormal and are learnt without constraint, as in the paper.
         window: the neighbourhood: |j - i| < window on an axis. One number for all axes, which then
             share a table of biases, or one per axis. "auto": 16 / number of axes, so that the
             neighbourhood on a volume does not grow too large (9^3); text gains from more than 16
@@ -61,18 +62,12 @@ class LAVO(StreamingMixer):
         dim: int,
         heads: int | None = None,
         *,
-        memories: int | None = None,
         window: int | Sequence[int] | Literal["auto"] | None = "auto",
         context_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.heads, self.head_dim = default_heads(dim, heads)
-        rows = min(64, self.head_dim) if memories is None else memories
-        if not 1 <= rows <= self.head_dim:
-            raise ValueError(
-                f"memories={memories}: expected 1 to {self.head_dim}, the head dim, since no more "
-                "vectors can be orthogonal"
-            )
+        rows = min(MEMORIES, self.head_dim)  # no more vectors can be orthogonal
         if isinstance(window, str) and window != "auto":
             raise ValueError(f"window={window!r}: expected numbers, 'auto' or None")
         fixed = tuple(window) if isinstance(window, Sequence) and window != "auto" else window

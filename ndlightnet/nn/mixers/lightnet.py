@@ -3,19 +3,17 @@ axes."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from ndlightnet.layout import Grid, Layout, Part
 from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.local import LocalMixing, LocalState, Where
-from ndlightnet.nn.mixers.base import StreamingMixer, check_axes, projected_like, zero_padding
+from ndlightnet.nn.mixers.base import check_axes, projected_like
+from ndlightnet.nn.mixers.with_local import LocalMixer, LocalState, Where
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.nn.projections import project
 from ndlightnet.ops import (
@@ -37,9 +35,10 @@ from ndlightnet.ops.position import Kind
 HEAD_DIM = 32  # of a head by default
 
 
-class LightNetAttention(Constants, StreamingMixer):
-    """LightNet attention: o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(low-rank gate) +
-    SiLU(local v)), M = softmax(k over tokens)^T v, local: a depthwise convolution over neighbours.
+class LightNetAttention(Constants, LocalMixer):
+    """LightNet attention: o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(gate) + SiLU(local v)),
+    M = softmax(k over tokens)^T v, gate: a map of rank head_dim, local: a depthwise convolution over
+    neighbours.
 
     M sees all tokens at once and none in particular; local mixing is the look at the neighbours. It
     is not part of the paper, nor of the cross form. In the cross form the source's grid may have
@@ -49,9 +48,8 @@ class LightNetAttention(Constants, StreamingMixer):
         dim: channels of a token.
         heads: default: one per 32 channels. Head dim = dim / heads.
         context_dim: channels of the source in the cross form; default `dim`.
-        lrpe: position code of every layer, "cosine", "rotary" (global form only) or None.
-        learn_theta: angles are learnt (one factor per head and slot) or fixed.
-        gate_rank: rank of the output gate; default the head dim.
+        lrpe: position code of every layer, "cosine", "rotary" (global form only) or None; its angles
+            are learnt, one factor per head and slot.
         bias: biases in the projections.
         dims: number of axes, for local mixing; networks give it. None: no local mixing.
         causal: whether the causal form is called, for the default of key_scale; networks give it.
@@ -66,7 +64,7 @@ class LightNetAttention(Constants, StreamingMixer):
             number, or one per head.
         impl: "auto", "torch", "triton" or "reference"; see ndlightnet.ops.
 
-    Parameters: 4 dim^2 + 2 gate_rank dim + 3 dim (with learnt cosine angles, without biases), and
+    Parameters: 4 dim^2 + 2 head_dim dim + 3 dim (with cosine angles, without biases), and
     taps dim of each local mixing, 2 radius dims + 1 taps or (2 radius + 1)^dims if dense.
     """
 
@@ -79,8 +77,6 @@ class LightNetAttention(Constants, StreamingMixer):
         *,
         context_dim: int | None = None,
         lrpe: Kind | None = "cosine",
-        learn_theta: bool = True,
-        gate_rank: int | None = None,
         bias: bool = False,
         dims: int | None = None,
         causal: bool | None = None,
@@ -94,16 +90,11 @@ class LightNetAttention(Constants, StreamingMixer):
     ) -> None:
         super().__init__()
         check_window(window)
-        if local is not None and local not in get_args(Where):
-            raise ValueError(f"local={local!r}: expected 'values', 'input', 'both' or None")
         if key_scale is None:
             key_scale = 1.0 if causal else 4.0
         if not 0 < key_scale < float("inf"):
             raise ValueError(f"key_scale={key_scale}: expected a finite number above 0")
         self.window = window
-        # whether a checkpoint may bring another number of heads, see _load_from_state_dict
-        given = (heads, gate_rank) != (None, None)
-        self.heads_given = given or not isinstance(forget, int | float)
         self.heads, self.head_dim = default_heads(dim, heads, HEAD_DIM)
         rates = [forget] * self.heads if isinstance(forget, int | float) else list(forget)
         if len(rates) != self.heads or not all(0 <= rate < float("inf") for rate in rates):
@@ -121,27 +112,16 @@ class LightNetAttention(Constants, StreamingMixer):
         self.q_proj = nn.Linear(dim, dim, bias=bias)
         self.k_proj = nn.Linear(source, dim, bias=bias)
         self.v_proj = nn.Linear(source, dim, bias=bias)
-        self._divide(self.heads, gate_rank or self.head_dim, lrpe, learn_theta)
+        # the sigmoid is in norm_gate
+        rank = self.head_dim
+        self.gate = nn.Sequential(nn.Linear(dim, rank, bias=bias), nn.Linear(rank, dim, bias=bias))
+        self.lrpe = MDLRPE(self.heads, self.head_dim, lrpe) if lrpe else None
         # float32 statistics and a small eps: the variance of the read falls like 1 / length
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.o_proj = nn.Linear(dim, dim, bias=bias)
-
-        def convolution(*where: Where) -> LocalMixing | None:
-            wanted = dims is not None and local in where
-            return LocalMixing(dims or 0, dim, radius, dense, impl) if wanted else None
-
-        self.local_values = convolution("values", "both")
-        self.local_input = convolution("input", "both")
+        self.make_branch(local, dims, dim, dim, radius, dense, impl)
         self.key_scale = key_scale
         self.reset_own()
-
-    def _divide(self, heads: int, rank: int, lrpe: Kind | None, learn_theta: bool) -> None:
-        """Make the modules whose parameters depend on the number of heads."""
-        dim, bias = self.q_proj.out_features, self.q_proj.bias is not None
-        self.heads, self.head_dim = heads, dim // heads
-        # the sigmoid is in norm_gate
-        self.gate = nn.Sequential(nn.Linear(dim, rank, bias=bias), nn.Linear(rank, dim, bias=bias))
-        self.lrpe = MDLRPE(heads, self.head_dim, lrpe, learn_theta) if lrpe else None
 
     def scale_weights(self) -> None:
         with torch.no_grad():
@@ -160,18 +140,9 @@ class LightNetAttention(Constants, StreamingMixer):
         0, and not in local mixing. Prefix tokens need the global form and a Grid."""
         if prefix and (causal or not isinstance(layout, Grid)):
             raise ValueError(f"prefix={prefix}: expected causal=False and a Grid, or no prefix")
-
-        def local(convolution: LocalMixing, x: Tensor) -> Callable[[], Tensor]:
-            if not prefix:
-                return convolution.begin(x, layout, mask, causal)
-            part = None if mask is None else mask[:, prefix:]
-            return lambda: pad(convolution(x[:, prefix:], layout, part), (0, 0, prefix, 0))
-
-        if self.local_input is not None:
-            (x,) = zero_padding(mask, x)
-            x = x + local(self.local_input, x)()
+        x = self.add_local(x, layout, mask, causal, prefix)
         q, k, v, gate = self._project(x, x)
-        near = None if self.local_values is None else local(self.local_values, v.flatten(2))
+        near = self.begin_local_values(v.flatten(2), layout, mask, causal, prefix)
         if causal:
             y, _ = self._causal(q, k, v, layout, mask)
         else:
@@ -179,7 +150,7 @@ class LightNetAttention(Constants, StreamingMixer):
             position = self.lrpe(layout)._replace(prefix=prefix) if self.lrpe else None
             within = None if prefix else layout
             y = global_attention(q, k, v, mask=mask, position=position, layout=within, impl=self.impl)
-        return self._output(y, gate, None if near is None else near())
+        return self._output(y, gate, near())
 
     def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
         self._refuse_window()
@@ -265,24 +236,15 @@ class LightNetAttention(Constants, StreamingMixer):
         if self.window is not None:
             frames = self.window - 1
             memory = State(*(torch.stack([x], 1).repeat_interleave(frames, 1) for x in memory))
-        local = (self.local_values, self.local_input)
-        if local == (None, None):
+        if self.local_values is None and self.local_input is None:
             return memory
-        near = (() if one is None else one.init_state(batch, device, space) for one in local)
-        return LocalState(memory, *near)
+        return self.branch_state(batch, memory, device, space)
 
     def step(self, x: Tensor, grid: Grid, state: State | LocalState) -> tuple[Tensor, State | LocalState]:
-        memory: State
-        values: Any
-        inputs: Any
-        memory, values, inputs = (state, (), ()) if isinstance(state, State) else state
-        if self.local_input is not None:
-            u, inputs = self.local_input.step(x, grid, inputs)
-            x = x + u
+        memory, values, inputs = LocalState(state, (), ()) if isinstance(state, State) else state
+        x, inputs = self.step_input(x, grid, inputs)
         q, k, v, gate = self._project(x, x)
-        near = None
-        if self.local_values is not None:
-            near, values = self.local_values.step(v.flatten(2), grid, values)
+        near, values = self.step_values(v.flatten(2), grid, values)
         if grid.length != 1 or self.window is not None or isinstance(grid, Part):
             y, memory = self._causal(q, k, v, grid, None, memory, return_state=True)
         else:
@@ -294,40 +256,6 @@ class LightNetAttention(Constants, StreamingMixer):
             y = y[:, None]
         new = memory if isinstance(state, State) else LocalState(memory, values, inputs)
         return self._output(y, gate, near), new
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        # A checkpoint from before local mixing is of the layer without it, which this one becomes;
-        # one from before heads of 32 channels, which shows in the rank of its gate, brings its own.
-        gate = state_dict.get(prefix + "gate.0.weight")
-        if gate is not None:
-            for name in ("local_values", "local_input"):
-                if getattr(self, name) is not None and f"{prefix}{name}.weight" not in state_dict:
-                    setattr(self, name, None)
-                    warnings.warn(
-                        f"the checkpoint has no {name}: LightNetAttention does without it, as with local=None",
-                        stacklevel=2,
-                    )
-            if not self.heads_given and len(gate) != self.head_dim:
-                self._divide_as_before(len(gate))
-        super()._load_from_state_dict(state_dict, prefix, *more)
-
-    def _divide_as_before(self, rank: int) -> None:
-        """Take heads of 64 channels, if this is the rank of their gate. Do this before an optimizer
-        gets the parameters: those of the gate and the angles are new."""
-        heads, head_dim = default_heads(self.q_proj.out_features, None)
-        if rank != head_dim:
-            return
-        warnings.warn(
-            f"the checkpoint has gates of rank {rank}: LightNetAttention takes {heads} heads of "
-            f"{head_dim} channels, the former default; heads= gives another number",
-            stacklevel=3,
-        )
-        code, trained = self.lrpe, next(self.gate.parameters()).requires_grad
-        learn = code is not None and code.log_factor.requires_grad
-        self._divide(heads, rank, code.kind if code else None, learn)
-        self.gate.to(self.q_proj.weight).requires_grad_(trained)
-        if self.lrpe:
-            self.lrpe.to(self.q_proj.weight)
 
 
 def published_mixer(dim: int) -> LightNetAttention:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,26 +18,21 @@ from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.linear import Sums, causal_linear_attention, linear_attention
 
 Extent = tuple[int | Tensor | None, ...]
-Feature = Literal["elu", "relu", "silu", "identity"]
 FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": lambda x: x.clamp(max=0).exp() + F.relu(x),  # elu(x) + 1
     "relu": F.relu,
     "silu": F.silu,
-    "identity": lambda x: x,
 }
 
 
 class LinearAttention(StreamingMixer):
-    """Linear attention: o_proj of phi(q) . sum phi(k) v^T, divided by phi(q) . sum phi(k), or
-    normalised per head.
+    """Linear attention: o_proj of phi(q) . sum phi(k) v^T, divided by phi(q) . sum phi(k), with
+    phi = elu + 1.
 
     Args:
         dim: channels of a token.
         heads: default: one per 64 channels.
         context_dim: channels of the source in the cross form; default `dim`.
-        feature: phi: "elu" (elu + 1), "relu", "silu" or "identity".
-        denominator: divide by the sum of the weights, which have to be positive ("elu", "relu");
-            without it each head's output is scaled to a root mean square of 1.
         impl: "auto", "torch", "fla" or "reference" ("fla": the causal form with one token per
             frame only); see ndlightnet.ops.recurrence.gated.
 
@@ -46,28 +40,16 @@ class LinearAttention(StreamingMixer):
     Parameters: 4 dim^2.
     """
 
-    position_code = False  # whether `add_position` does anything
+    # What a subclass sets: whether `add_position` does anything; phi; whether outputs are divided by
+    # the sum of the weights, which have to be positive, or scaled per head to a mean square of 1.
+    position_code, feature, denominator = False, "elu", True
 
     def __init__(
-        self,
-        dim: int,
-        heads: int | None = None,
-        *,
-        context_dim: int | None = None,
-        feature: Feature = "elu",
-        denominator: bool = True,
-        impl: Impl = "auto",
+        self, dim: int, heads: int | None = None, *, context_dim: int | None = None, impl: Impl = "auto"
     ) -> None:
         super().__init__()
-        if feature not in get_args(Feature):
-            raise ValueError(f"feature={feature!r}: expected one of {', '.join(FEATURES)}")
-        if denominator and feature in ("silu", "identity"):
-            raise ValueError(
-                f"feature={feature!r} with denominator=True: its weights may be negative and their "
-                "sum 0; expected 'elu' or 'relu', or denominator=False"
-            )
         self.heads, self.head_dim = default_heads(dim, heads)
-        self.feature, self.denominator, self.impl = feature, denominator, impl
+        self.impl = impl
         source = context_dim or dim
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(source, dim, bias=False)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.layout import Grid
-from ndlightnet.nn.mixers.linear import Extent, Feature, LinearAttention
+from ndlightnet.nn.mixers.linear import Extent, LinearAttention
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
 from ndlightnet.ops.dispatch import Impl
@@ -19,7 +19,7 @@ class LrpeAttention(LinearAttention):
     only. The channels of a head are split among the axes.
 
     Args:
-        dim, heads, context_dim, feature, impl: as in LinearAttention.
+        dim, heads, context_dim, impl: as in LinearAttention.
         core: C(n): "cosine": channel x becomes x exp(i n theta) and scores take the real part (two
             memory rows per channel); "rotary": pairs of channels rotate.
 
@@ -28,7 +28,7 @@ class LrpeAttention(LinearAttention):
     many axes. Parameters: 4 dim^2 + dim ("cosine"; "rotary" dim / 2).
     """
 
-    position_code = True
+    position_code, feature, denominator = True, "silu", False
 
     def __init__(
         self,
@@ -36,11 +36,10 @@ class LrpeAttention(LinearAttention):
         heads: int | None = None,
         *,
         context_dim: int | None = None,
-        feature: Feature = "silu",
         core: Kind = "cosine",
         impl: Impl = "auto",
     ) -> None:
-        super().__init__(dim, heads, context_dim=context_dim, feature=feature, denominator=False, impl=impl)
+        super().__init__(dim, heads, context_dim=context_dim, impl=impl)
         if core not in ("cosine", "rotary"):
             raise ValueError(f"core={core!r}: expected 'cosine' or 'rotary'")
         self.core = core

@@ -16,9 +16,10 @@ from ndlightnet.ops.recurrence.selective import selective_scan
 
 TAPS = 4  # kernel size of the short convolution
 EXPAND = 2
+STEPS = 1e-3, 0.1  # range of the initial steps softplus(dt_bias)
 
 
-class Parts(NamedTuple):
+class Inputs(NamedTuple):
     """Inputs of the recurrence, (batch, length, ...); see ndlightnet.ops.recurrence.selective."""
 
     u: Tensor
@@ -37,7 +38,6 @@ class Mamba(Recurrent):
         dim: channels of a token.
         state: size of a channel's state.
         scan: how a grid is covered; see Recurrent.
-        dt_min, dt_max: range of the initial steps softplus(dt_bias).
 
     Parameters: 6 dim^2 + (6 state + 4 rank + 14) dim with rank = dim / 16, rounded up.
     """
@@ -45,11 +45,8 @@ class Mamba(Recurrent):
     lookback = TAPS - 1
 
     undecayed = ("A_log",)
-    renamed = (("shift", "dt_bias"),)
 
-    def __init__(
-        self, dim: int, state: int = 16, *, scan: Scan = "both", dt_min: float = 1e-3, dt_max: float = 0.1
-    ) -> None:
+    def __init__(self, dim: int, state: int = 16, *, scan: Scan = "both") -> None:
         super().__init__(scan)
         inner, self.rank, self.state = EXPAND * dim, math.ceil(dim / 16), state
         self.width = 2 * inner
@@ -59,7 +56,6 @@ class Mamba(Recurrent):
         self.x_proj = nn.Linear(inner, self.rank + 2 * state, bias=False)
         # a parameter, since `init_weights` of a network would initialise a linear map again
         self.delta_weight = nn.Parameter(torch.empty(inner, self.rank))
-        self.steps = dt_min, dt_max
         self.dt_bias = nn.Parameter(torch.empty(inner))
         self.A_log = nn.Parameter(torch.empty(inner, state))
         self.D = nn.Parameter(torch.empty(inner))
@@ -71,7 +67,7 @@ class Mamba(Recurrent):
         self.conv.uniform_(-1, 1).div_(math.sqrt(TAPS))
         self.conv_bias.uniform_(-1, 1).div_(math.sqrt(TAPS))
         self.delta_weight.uniform_(-1, 1).div_(math.sqrt(self.rank))
-        init_dt_bias(self.dt_bias, *self.steps)
+        init_dt_bias(self.dt_bias, *STEPS)
         rates = torch.arange(1.0, self.state + 1, device=self.A_log.device)
         assign(self.A_log, rates.log().repeat(len(self.A_log), 1))
         self.D.fill_(1)
@@ -86,17 +82,17 @@ class Mamba(Recurrent):
     def output_map(self, values: Tensor) -> Tensor:
         return F.linear(values, self.out_proj.weight)
 
-    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Inputs:
         u, gate = z.chunk(2, -1)
         u = F.silu(short_conv(u, self.conv) + self.conv_bias.to(u.dtype))
         low, b, c = self.x_proj(u).split([self.rank, self.state, self.state], -1)
         logits = F.linear(low, self.delta_weight)
         acc = accumulator(logits)
         delta = F.softplus(logits.to(acc) + self.dt_bias.to(acc))
-        return Parts(u, delta, b, c, gate[:, self.lookback :])
+        return Inputs(u, delta, b, c, gate[:, self.lookback :])
 
-    def recur(self, parts: Parts, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
-        u, delta, b, c, _ = parts
+    def recur(self, inputs: Inputs, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
+        u, delta, b, c, _ = inputs
         y, memory = selective_scan(u, delta, -self.A_log.to(delta.dtype).exp(), b, c, memory)
 
         def self_read(n: slice) -> Tensor:
@@ -104,8 +100,8 @@ class Mamba(Recurrent):
 
         return exclude_self(y, inclusive, self_read), memory
 
-    def output(self, parts: Parts, y: Tensor) -> Tensor:
-        y = (y + self.D.to(y.dtype) * parts.u) * F.silu(parts.gate)
+    def output(self, inputs: Inputs, y: Tensor) -> Tensor:
+        y = (y + self.D.to(y.dtype) * inputs.u) * F.silu(inputs.gate)
         out: Tensor = self.out_proj(y)
         return out
 

@@ -47,14 +47,14 @@ def named_mixer(label: str, mixer: str | Mapping[str, Any]) -> Callable[..., Any
     if short not in CATALOGUE or name not in (short, f"ndlightnet.nn.mixers.{short}"):
         words = sorted(CATALOGUE, key=str.lower)
         raise ValueError(f"{label}={name!r}: {_expected(short, words)}")
-    made, arguments = CATALOGUE[short], arguments or {}
+    factory, arguments = CATALOGUE[short], arguments or {}
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{label}={{{short!r}: {arguments!r}}}: expected arguments by name")
-    known = [key for key in inspect.signature(made).parameters if key != "dim"]
+    names = [key for key in inspect.signature(factory).parameters if key != "dim"]
     for key in arguments:
-        if key not in known:
-            raise ValueError(f"{label}: {short} has no {key!r}, {_expected(key, known)}")
-    return partial(made, **arguments) if arguments else made
+        if key not in names:
+            raise ValueError(f"{label}: {short} has no {key!r}, {_expected(key, names)}")
+    return partial(factory, **arguments) if arguments else factory
 
 
 def unwrapped(mixer: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -68,24 +68,24 @@ def unwrapped(mixer: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, 
     return (mixer, {}) if mixer.args else (mixer.func, mixer.keywords)
 
 
-def catalogue_name(made: Any) -> str | None:
+def catalogue_name(factory: Any) -> str | None:
     """Return the name of a class or function in the catalogue; None for any other."""
-    return next((key for key, one in CATALOGUE.items() if one is made), None)
+    return next((key for key, one in CATALOGUE.items() if one is factory), None)
 
 
 def description(mixer: Callable[..., Any]) -> Any:
     """Return the JSON form of a function that makes mixers: name, or {name: all its arguments}."""
-    made, given = unwrapped(mixer)
-    name = catalogue_name(made)
+    factory, settings = unwrapped(mixer)
+    name = catalogue_name(factory)
     if name is None:
-        made = made.func if isinstance(made, partial) else made
-        called = getattr(made, "__qualname__", type(made).__name__)
-        return {CUSTOM: f"{getattr(made, '__module__', '?')}.{called}"}
+        factory = factory.func if isinstance(factory, partial) else factory
+        called = getattr(factory, "__qualname__", type(factory).__name__)
+        return {CUSTOM: f"{getattr(factory, '__module__', '?')}.{called}"}
     empty = inspect.Parameter.empty
-    parameters = inspect.signature(made).parameters.values()
+    parameters = inspect.signature(factory).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not empty}
     arguments = {
-        key: described(value) if key == "mixer" else jsonable(value) for key, value in {**defaults, **given}.items()
+        key: described(value) if key == "mixer" else jsonable(value) for key, value in {**defaults, **settings}.items()
     }
     for key in GIVEN:
         if arguments.get(key, "") is None:

@@ -85,16 +85,16 @@ class Recurrent(StreamingMixer):
         """
 
     @abstractmethod
-    def recur(self, parts: Any, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
+    def recur(self, inputs: Any, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
         """Return what tokens read (batch, length, ...) and the last memory. The tokens of the first
         `inclusive` samples also read themselves."""
 
-    def join(self, one: Tensor, other: Tensor) -> Tensor:
+    def join(self, one: Tensor, two: Tensor) -> Tensor:
         """Combine what was read in two orders."""
-        return one + other
+        return one + two
 
     @abstractmethod
-    def output(self, parts: Any, y: Tensor) -> Tensor:
+    def output(self, inputs: Any, y: Tensor) -> Tensor:
         """Map inputs in the first order, and what all orders read, to (batch, length, dim)."""
 
     @abstractmethod
@@ -120,16 +120,16 @@ class Recurrent(StreamingMixer):
         z = self.project(x)
         # all orders are samples of one batch, which takes as many steps as one order
         lines = torch.cat([order.apply(z) for order in orders])
-        parts = self.inputs(nn.functional.pad(lines, (0, 0, self.lookback, 0)), ordered)
+        inputs = self.inputs(nn.functional.pad(lines, (0, 0, self.lookback, 0)), ordered)
         start = self.initial_memory(lines.shape[0], x.device)
-        y, memory = self.recur(parts, start, inclusive=batch)
-        y, memory = (part.unflatten(0, (len(orders), batch)) for part in (y, memory))
+        y, memory = self.recur(inputs, start, inclusive=batch)
+        y, memory = (z.unflatten(0, (len(orders), batch)) for z in (y, memory))
         others = zip(y[1:], orders[1:], strict=True)
         reads = [y[0], *(orders[0].apply(order.undo(one)) for one, order in others)]
-        if isinstance(parts, Tensor):
-            first = parts[:batch]
+        if isinstance(inputs, Tensor):
+            first = inputs[:batch]
         else:
-            first = type(parts)(*(None if part is None else part[:batch] for part in parts))
+            first = type(inputs)(*(None if z is None else z[:batch] for z in inputs))
         return first, reduce(self.join, reads), memory, orders[0]
 
     def orders(self, grid: Grid, causal: bool) -> list[tuple[int, bool]]:
@@ -149,10 +149,10 @@ class Recurrent(StreamingMixer):
     def step(self, x: Tensor, grid: Grid, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         z = self.project(x)
         z = torch.cat([state.tail.to(z.dtype), z], 1)
-        parts = self.inputs(z, None)
-        y, memory = self.recur(parts, state.memory, inclusive=x.shape[0])
+        inputs = self.inputs(z, None)
+        y, memory = self.recur(inputs, state.memory, inclusive=x.shape[0])
         tail = z[:, z.shape[1] - self.lookback :].to(state.tail.dtype)
-        return self.output(parts, y), RecurrentState(tail, memory)
+        return self.output(inputs, y), RecurrentState(tail, memory)
 
 
 def exclude_self(y: Tensor, inclusive: int, self_read: Callable[[slice], Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import wkv
 
 
-class Parts(NamedTuple):
+class Inputs(NamedTuple):
     z: Tensor  # (batch, 1 + length, dim): the tokens and the one before
     k: Tensor  # (batch, length, dim)
     v: Tensor
@@ -54,24 +54,24 @@ class RWKV4(Recurrent):
         assign(self.mix_v, ratio ** (1 - depth) + 0.3 * depth)
         assign(self.mix_r, ratio ** ((1 - depth) / 2))
 
-    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Inputs:
         k, v = self.k_proj(token_shift(z, self.mix_k)), self.v_proj(token_shift(z, self.mix_v))
-        return Parts(z, k.to(accumulator(k)), v)
+        return Inputs(z, k.to(accumulator(k)), v)
 
-    def recur(self, parts: Parts, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
-        k = parts.k
+    def recur(self, inputs: Inputs, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
+        k = inputs.k
         w = self.decay.to(k.dtype).exp().expand(1, 1, -1)
-        sums, memory = wkv.weighted_sums(k, parts.v, w, memory)
+        sums, memory = wkv.weighted_sums(k, inputs.v, w, memory)
         n = inclusive
-        token = wkv.token(k[:n] + self.bonus.to(k.dtype), parts.v[:n])
+        token = wkv.token(k[:n] + self.bonus.to(k.dtype), inputs.v[:n])
         with_self = wkv.merge(sums[:n], token)
         return torch.cat([with_self, sums[n:]]) if n < sums.shape[0] else with_self, memory
 
-    def join(self, one: Tensor, other: Tensor) -> Tensor:
-        return wkv.merge(one, other)
+    def join(self, one: Tensor, two: Tensor) -> Tensor:
+        return wkv.merge(one, two)
 
-    def output(self, parts: Parts, y: Tensor) -> Tensor:
-        r = torch.sigmoid(self.r_proj(token_shift(parts.z, self.mix_r)))
+    def output(self, inputs: Inputs, y: Tensor) -> Tensor:
+        r = torch.sigmoid(self.r_proj(token_shift(inputs.z, self.mix_r)))
         out: Tensor = self.o_proj(r * wkv.mean(y).to(r.dtype))
         return out
 

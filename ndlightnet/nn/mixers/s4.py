@@ -29,7 +29,6 @@ class S4(Recurrent):
     """
 
     undecayed = ("A_log", "A_imag")
-    renamed = (("log_rate", "A_log"), ("turn", "A_imag"), ("log_step", "log_dt"))
 
     def __init__(self, dim: int, state: int = 64, *, scan: Scan = "both") -> None:
         super().__init__(scan)
@@ -63,14 +62,14 @@ class S4(Recurrent):
     def inputs(self, z: Tensor, mask: Tensor | None) -> Tensor:
         return z
 
-    def recur(self, parts: Tensor, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
+    def recur(self, inputs: Tensor, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
         z, weight = self.system()
-        y, memory = ssm.diagonal_ssm(parts, z, weight, memory)
+        y, memory = ssm.diagonal_ssm(inputs, z, weight, memory)
         direct = 2 * weight.real.sum(-1).to(y.dtype)
-        return exclude_self(y, inclusive, lambda n: direct * parts[n]), memory
+        return exclude_self(y, inclusive, lambda n: direct * inputs[n]), memory
 
-    def output(self, parts: Tensor, y: Tensor) -> Tensor:
-        return F.glu(self.out_proj(F.gelu(y + self.D * parts)), -1)
+    def output(self, inputs: Tensor, y: Tensor) -> Tensor:
+        return F.glu(self.out_proj(F.gelu(y + self.D * inputs)), -1)
 
     def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
         dtype = ssm.COMPLEX[accumulator(self.D)]

@@ -31,7 +31,6 @@ class S5(Recurrent):
     """
 
     undecayed = ("A_log", "A_imag")
-    renamed = (("log_rate", "A_log"), ("turn", "A_imag"), ("log_step", "log_dt"))
 
     def __init__(self, dim: int, state: int = 64, *, scan: Scan = "both") -> None:
         super().__init__(scan)
@@ -71,8 +70,8 @@ class S5(Recurrent):
     def inputs(self, z: Tensor, mask: Tensor | None) -> Tensor:
         return z
 
-    def recur(self, parts: Tensor, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
-        u, acc, n = parts, accumulator(parts), parts.shape[1]
+    def recur(self, inputs: Tensor, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
+        u, acc, n = inputs, accumulator(inputs), inputs.shape[1]
         decay, b = (x.to(memory.dtype) for x in self.system())
         with exact(u):
             added = u.to(acc) @ torch.view_as_real(b).flatten(1)
@@ -84,8 +83,8 @@ class S5(Recurrent):
             c = 2 * torch.view_as_real(torch.view_as_complex(self.C.to(acc)).conj_physical())
             return (read @ c.flatten(1).mT).to(u.dtype), last
 
-    def output(self, parts: Tensor, y: Tensor) -> Tensor:
-        h = F.gelu(y + self.D * parts)
+    def output(self, inputs: Tensor, y: Tensor) -> Tensor:
+        h = F.gelu(y + self.D * inputs)
         return h * torch.sigmoid(self.gate_proj(h))
 
     def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:

@@ -45,13 +45,13 @@ class SoftmaxAttention(Mixer):
     ) -> Tensor:
         (context,) = zero_padding(mask, context)
         q, k, v = (
-            proj(part).unflatten(-1, (self.heads, -1))
-            for proj, part in ((self.q_proj, x), (self.k_proj, context), (self.v_proj, context))
+            proj(tokens).unflatten(-1, (self.heads, -1))
+            for proj, tokens in ((self.q_proj, x), (self.k_proj, context), (self.v_proj, context))
         )
         if self.lrpe:
             q, k = (
-                rotate(part, *tables(self.lrpe(at.shape), part.shape[-1], part.dtype))
-                for part, at in ((q, grid), (k, source))
+                rotate(y, *tables(self.lrpe(layout.shape), y.shape[-1], y.dtype))
+                for y, layout in ((q, grid), (k, source))
             )
         keys = None if mask is None else mask[:, None, None]
         plain = causal and grid.length == grid.frame_count > 0 and keys is None
@@ -59,7 +59,7 @@ class SoftmaxAttention(Mixer):
             frame = grid.coordinates(x.device)[:, 0]
             before = frame[:, None] >= frame
             keys = before if keys is None else keys & before
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         y = softmax_attention(q, k, v, attn_mask=keys, is_causal=plain)
         out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
         return out

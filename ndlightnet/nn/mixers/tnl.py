@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ndlightnet.nn.initial import assign
 from ndlightnet.nn.mixers.base import zero_padding
-from ndlightnet.nn.mixers.keyed import Keyed, Parts
+from ndlightnet.nn.mixers.keyed import Inputs, Keyed
 from ndlightnet.nn.mixers.recurrent import Scan
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
@@ -44,16 +44,16 @@ class TNL(Keyed):
         out: Tensor = self.in_proj(x)
         return out
 
-    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Inputs:
         q, k, v, gate = self.split(z, *[self.value_dim] * 4)
         q, k = F.silu(q), F.silu(k)
         decay = -F.softplus(self.slope.to(accumulator(self.slope)))
         decay = decay[:, None].expand(*z.shape[:2], -1, -1)
         k, v, decay = zero_padding(mask, k, v, decay)
-        return Parts(q, k, v, decay, gate=gate)
+        return Inputs(q, k, v, decay, gate=gate)
 
-    def output(self, parts: Parts, y: Tensor) -> Tensor:
+    def output(self, inputs: Inputs, y: Tensor) -> Tensor:
         y = F.rms_norm(y.to(accumulator(y)), y.shape[-1:], eps=1e-6)
-        y = y.to(parts.v.dtype) * torch.sigmoid(parts.gate)
+        y = y.to(inputs.v.dtype) * torch.sigmoid(inputs.gate)
         out: Tensor = self.o_proj(y.flatten(2))
         return out

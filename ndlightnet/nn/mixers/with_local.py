@@ -1,20 +1,103 @@
-"""A local branch for any mixer: a depthwise convolution beside it, in front of it, or both."""
+"""A local branch of a mixer: a depthwise convolution beside it, in front of it, or both."""
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from ndlightnet.layout import Grid, Layout
-from ndlightnet.nn.local import LocalMixing, LocalState, Where
+from ndlightnet.nn.local import LocalMixing
 from ndlightnet.nn.mixers.base import Mixer, Named, StreamingMixer, build_mixer, zero_padding
 from ndlightnet.ops.dispatch import Impl
 
+Where = Literal["values", "input", "both"]  # what a mixer mixes locally
 
-class WithLocal(StreamingMixer):
+
+class LocalState(NamedTuple):
+    """State of the causal form of a mixer with local mixing."""
+
+    memory: Any  # of the mixer without its local branch
+    values: Any  # the last frames of the values and of the input; () without that convolution
+    input: Any
+
+
+class LocalMixer(StreamingMixer):
+    """Base class of mixers with a local branch: x + local x enters the mixer, local values are added
+    to what its output map reads, or both. Constructors call `make_branch`."""
+
+    local_values: LocalMixing | None
+    local_input: LocalMixing | None
+
+    def make_branch(
+        self,
+        local: Where | None,
+        dims: int | None,
+        channels: int,
+        values: int,
+        radius: int = 1,
+        dense: bool = False,
+        impl: Impl = "auto",
+    ) -> None:
+        """Make the convolutions: of an input of `channels` and of `values` channels, on `dims` axes
+        (None: none)."""
+        if local is not None and local not in get_args(Where):
+            raise ValueError(f"local={local!r}: expected 'values', 'input', 'both' or None")
+
+        def convolution(width: int, *kinds: Where) -> LocalMixing | None:
+            return None if dims is None or local not in kinds else LocalMixing(dims, width, radius, dense, impl)
+
+        self.local_values = convolution(values, "values", "both")
+        self.local_input = convolution(channels, "input", "both")
+
+    def add_local(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool, prefix: int = 0) -> Tensor:
+        """Return x + local x, or x without that convolution. prefix: tokens before the grid's."""
+        if self.local_input is None:
+            return x
+        (x,) = zero_padding(mask, x)
+        return x + _begin(self.local_input, x, layout, mask, causal, prefix)()
+
+    def begin_local_values(
+        self, v: Tensor, layout: Layout, mask: Tensor | None, causal: bool, prefix: int = 0
+    ) -> Callable[[], Tensor | None]:
+        """Return, when called, the local values, None without that convolution: a part of a grid
+        sends its edges before that."""
+        if self.local_values is None:
+            return lambda: None
+        return _begin(self.local_values, v, layout, mask, causal, prefix)
+
+    def branch_state(
+        self, batch: int, memory: Any, device: torch.device | str | None, space: tuple[int, ...]
+    ) -> LocalState:
+        """Return the state before the first frame, with the memory of the mixer without branch."""
+        branch = (self.local_values, self.local_input)
+        return LocalState(memory, *(() if one is None else one.init_state(batch, device, space) for one in branch))
+
+    def step_input(self, x: Tensor, grid: Grid, state: Any) -> tuple[Tensor, Any]:
+        """Return x + local x of the next frames, or x, and the next state of that convolution."""
+        if self.local_input is None:
+            return x, state
+        near, state = self.local_input.step(x, grid, state)
+        return x + near, state
+
+    def step_values(self, v: Tensor, grid: Grid, state: Any) -> tuple[Tensor | None, Any]:
+        """Return the local values of the next frames, or None, and that convolution's next state."""
+        return (None, state) if self.local_values is None else self.local_values.step(v, grid, state)
+
+
+def _begin(
+    convolution: LocalMixing, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool, prefix: int
+) -> Callable[[], Tensor]:
+    if not prefix:
+        return convolution.begin(x, layout, mask, causal)
+    grid_mask = None if mask is None else mask[:, prefix:]
+    return lambda: pad(convolution(x[:, prefix:], layout, grid_mask), (0, 0, prefix, 0))
+
+
+class WithLocal(LocalMixer):
     """Another mixer with a local branch: y = mixer(x) + output_map(SiLU(local(values(x)))), where
     values and output_map are the mixer's own, see Mixer.
 
@@ -50,33 +133,25 @@ class WithLocal(StreamingMixer):
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        if local not in get_args(Where):
-            raise ValueError(f"local={local!r}: expected 'values', 'input' or 'both'")
         if dims is None:
             raise ValueError("dims=None: expected the number of axes, which networks give")
-        made = build_mixer(mixer, dim, dims=dims, layer=layer or 0, causal=causal)
-        if not isinstance(made, Mixer):
-            raise ValueError(f"mixer: makes a {type(made).__name__}, expected a Mixer")
-        self.mixer = made
-        width = made.values(torch.zeros(1, 0, dim)).shape[-1]
-
-        def convolution(channels: int, wanted: bool) -> LocalMixing | None:
-            return LocalMixing(dims, channels, radius, dense, impl) if wanted else None
-
-        self.local_values = convolution(width, local != "input")
-        self.local_input = convolution(dim, local != "values")
+        inner = build_mixer(mixer, dim, dims=dims, layer=layer or 0, causal=causal)
+        if not isinstance(inner, Mixer):
+            raise ValueError(f"mixer: makes a {type(inner).__name__}, expected a Mixer")
+        self.mixer = inner
+        width = inner.values(torch.zeros(1, 0, dim)).shape[-1]
+        self.make_branch(local, dims, dim, width, radius, dense, impl)
 
     def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
-        if self.local_input is not None:
-            x = x + self.local_input(x, layout, mask, causal)
+        x = self.add_local(x, layout, mask, causal)
         y: Tensor = self.mixer(x, mask=mask, causal=causal, layout=layout)
         if self.local_values is None:
             return y
         (x,) = zero_padding(mask, x)
-        return y + self._branch(self.local_values(self.mixer.values(x), layout, mask, causal))
+        return self._add(y, self.begin_local_values(self.mixer.values(x), layout, mask, causal)())
 
-    def _branch(self, u: Tensor) -> Tensor:
-        return self.mixer.output_map(silu(u))
+    def _add(self, y: Tensor, near: Tensor | None) -> Tensor:
+        return y if near is None else y + self.mixer.output_map(silu(near))
 
     def implementation(self, x: Tensor, causal: bool = False) -> str:
         return self.mixer.implementation(x, causal)
@@ -88,21 +163,15 @@ class WithLocal(StreamingMixer):
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
     ) -> LocalState:
-        frames = (
-            () if one is None else one.init_state(batch, device, space) for one in (self.local_values, self.local_input)
-        )
-        return LocalState(self._streaming().init_state(batch, device, space), *frames)
+        return self.branch_state(batch, self._streaming().init_state(batch, device, space), device, space)
 
     def step(self, x: Tensor, grid: Grid, state: LocalState) -> tuple[Tensor, LocalState]:
-        inner, values, inputs = state
-        if self.local_input is not None:
-            u, inputs = self.local_input.step(x, grid, inputs)
-            x = x + u
-        y, inner = self._streaming().step(x, grid, inner)
-        if self.local_values is not None:
-            u, values = self.local_values.step(self.mixer.values(x), grid, values)
-            y = y + self._branch(u)
-        return y, LocalState(inner, values, inputs)
+        x, inputs = self.step_input(x, grid, state.input)
+        y, memory = self._streaming().step(x, grid, state.memory)
+        if self.local_values is None:
+            return y, LocalState(memory, (), inputs)
+        near, values = self.step_values(self.mixer.values(x), grid, state.values)
+        return self._add(y, near), LocalState(memory, values, inputs)
 
     def _streaming(self) -> StreamingMixer:
         if not isinstance(self.mixer, StreamingMixer):

@@ -1,0 +1,111 @@
+"""The blocks of a U-Net: what convolution blocks keep, free and refuse; separable blocks."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import grad, gradgradcheck
+from torch.autograd.graph import saved_tensors_hooks
+
+from ndlightnet import NDLightUNet
+from ndlightnet.layout import cut_patches, uncut_patches
+from ndlightnet.nn import convolutional
+from ndlightnet.nn.convolutional import ConvBlock, NormSiLU
+from ndlightnet.nn.separable import LocalBlock
+
+
+def test_instance_norm_is_torchs(close):
+    """Each sample and channel by itself, with torch's own where that takes the size."""
+    norm, x = NormSiLU(5).double(), torch.randn(3, 5, 4, 6, dtype=torch.float64) * 3 + 7
+    torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
+    expected = nn.functional.instance_norm(x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
+    close(norm(x), nn.functional.silu(expected), 1e-12)
+    close(norm(x, x), nn.functional.silu(expected + x), 1e-12)
+
+
+def test_a_prediction_frees_what_it_has_used(close, monkeypatch):
+    """The output of a second convolution is gone when the skip is computed; values of training."""
+    model, x = NDLightUNet(2, 2, 3, widths=(8, 16, 24)).eval(), torch.randn(1, 2, 8, 8)
+    seen, freed, convolve = [], [], convolutional._convolve
+
+    def noted(conv, y, *layout):
+        if len(seen) % 3 == 2:  # a block's skip, after its two convolutions
+            freed.append(seen[-1]() is None)
+        y = convolve(conv, y, *layout)
+        seen.append(weakref.ref(y))
+        return y
+
+    monkeypatch.setattr(convolutional, "_convolve", noted)
+    with torch.no_grad():
+        y = model(x)
+    assert freed and all(freed)
+    freed.clear()
+    close(model(x), y, 1e-5)
+    assert not any(freed)
+
+
+def test_a_prediction_calls_hooks():
+    """As training does, with what the layers return: nothing is overwritten then."""
+    block, seen = ConvBlock(2, 3, 4), []
+    for layer in (block.conv1, block.norm1, block.conv2, block.norm2):
+        layer.register_forward_hook(lambda layer, _, output: seen.append((layer, output)))
+    with torch.no_grad():
+        y = block(torch.randn(1, 3, 5, 6))
+    assert [layer for layer, _ in seen] == [block.conv1, block.norm1, block.conv2, block.norm2]
+    assert torch.equal(seen[1][1], block.norm1(seen[0][1])) and seen[3][1] is y
+
+
+def test_a_block_keeps_what_its_convolutions_return(close):
+    """What is normalised between them is computed again, unless others say what is kept."""
+    block, x = ConvBlock(2, 3, 4).double(), torch.randn(2, 3, 5, 6, dtype=torch.float64)
+    seen, x = [], x.requires_grad_()
+    block.norm1.register_forward_hook(lambda _, __, output: seen.append(weakref.ref(output)))
+    y = block(x)
+    assert seen[-1]() is None
+    with saved_tensors_hooks(lambda saved: saved, lambda packed: packed):
+        kept = block(x)
+    assert seen[-1]() is not None
+    both = (grad(out.square().sum(), [x, *block.parameters()]) for out in (y, kept))
+    for one, two in zip(*both, strict=True):
+        close(one, two, 1e-12)
+
+
+def test_a_change_between_forward_and_backward_is_refused():
+    """As torch refuses it of what it keeps itself."""
+    block, x = ConvBlock(2, 3, 4), torch.randn(2, 3, 5, 6, requires_grad=True)
+    for parameter in (block.conv2.weight, block.norm1.weight):
+        y = block(x)
+        with torch.no_grad():
+            parameter.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_hooks_that_are_forbidden_are_not_needed():
+    block, x = ConvBlock(2, 3, 4), torch.randn(2, 3, 5, 6)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        block(x).sum().backward()
+    assert block.conv1.weight.grad.any()
+
+
+def test_second_derivatives_of_a_block():
+    block, x = ConvBlock(1, 2, 2).double(), torch.randn(1, 2, 4, dtype=torch.float64)
+    assert gradgradcheck(lambda x, *_: block(x), (x.requires_grad_(), *block.parameters()))
+
+
+def test_a_block_is_a_separable_convolution(close):
+    """In two axes torch has one: the taps of the star in a kernel of 3 x 3."""
+    block, x = LocalBlock(2, 6).double(), torch.randn(2, 5, 7, 6, dtype=torch.float64)
+    kernel = torch.zeros(6, 1, 3, 3, dtype=torch.float64)
+    for offset, weight in zip(block.local.offsets(False), block.local.weight, strict=True):
+        kernel[:, 0, 1 - offset[0], 1 - offset[1]] = weight
+    local = nn.functional.conv2d(block.norm(x).movedim(-1, 1), kernel, padding=1, groups=6)
+    close(block(x), x + block.mlp(local.movedim(1, -1)), 1e-12)
+
+
+@pytest.mark.parametrize("space", [(13,), (9, 14), (3, 5, 4, 6)], ids=str)
+def test_patches_are_laid_out_as_they_were_cut(space):
+    x = torch.randn(2, 3, *[2 * n for n in space])
+    step = (1, 2, 1, 2)[: len(space)]
+    assert torch.equal(uncut_patches(cut_patches(x, step), step), x.movedim(1, -1))
