@@ -1,6 +1,6 @@
 """The Triton form of LightNet attention, for rows that share a grid and for samples end to end:
 operators with fakes and explicit backwards. The kernels are imported when they are called, not
-before. The last arguments of each operator are a Position: see ndlightnet_kernels.position."""
+before. The last arguments of each operator are a FlatPosition: see ndlightnet_kernels.position."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ from ndlightnet.layout import Ragged
 from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.limits import axes_reason
 from ndlightnet.ops.position import Position, columns, offset_of, shape_of, slab_offset
-from ndlightnet_kernels import position as flat
-from ndlightnet_kernels.position import SCHEMA
+from ndlightnet_kernels.position import NO_POSITION, SCHEMA, FlatPosition, grid_position
 
-Flat = flat.Position
-NOWHERE = Flat()
 KERNELS = ("torch", "triton", "reference")
 MOST_CHANNELS = 256  # of a head, which a program holds on chip
 
 
 # ----------------------------------------------------------------------------------- positions
-def of_grid(position: Position | None) -> Flat:
-    """Return the Position of the tokens of rows that share one grid."""
+def of_grid(position: Position | None) -> FlatPosition:
+    """Return the FlatPosition of the tokens of rows that share one grid."""
     if position is None:
-        return NOWHERE
+        return NO_POSITION
     offset, shape, start = None, shape_of(position), offset_of(position)
     device = position.theta.device
     near = slab_offset(position)
@@ -43,14 +40,14 @@ def of_grid(position: Position | None) -> Flat:
         same = position.origin is start
         parts += parts if same else columns(position.origin or (0,) * len(shape), device)
         offset = torch.stack(torch.broadcast_tensors(*parts), 1)
-    return flat.grid(position.theta, offset, position.kind, position.prefix, shape)
+    return grid_position(position.theta, offset, position.kind, position.prefix, shape)
 
 
-def of_frames(position: Position | None, batch: int, frames: int) -> Flat:
-    """Return the Position for rows that are the frames of a grid, with the same dtypes for frames
+def of_frames(position: Position | None, batch: int, frames: int) -> FlatPosition:
+    """Return the FlatPosition for rows that are the frames of a grid, with the same dtypes for frames
     of any size, so that kernels are not compiled again for each size."""
     if position is None:
-        return NOWHERE
+        return NO_POSITION
     axes, device = len(shape_of(position)), position.theta.device
     frame = torch.arange(frames, device=device)[:, None]
     if position.origin is None:  # small: the offset counts earlier frames of the same grid
@@ -61,11 +58,13 @@ def of_frames(position: Position | None, batch: int, frames: int) -> Flat:
         assert whole is not None
         offset = whole[:, None] + torch.nn.functional.pad(frame, (0, 2 * axes - 1))
     offset = offset.expand(batch, frames, -1).reshape(batch * frames, -1).contiguous()
-    return flat.grid(position.theta, offset, position.kind, 0, (1, *shape_of(position)[1:]))
+    return grid_position(position.theta, offset, position.kind, 0, (1, *shape_of(position)[1:]))
 
 
-def of_samples(position: Position | None, layout: Ragged, k: Tensor, vdim: int, offset: Tensor | None = None) -> Flat:
-    """Return the Position of samples end to end; offset (samples, axes) int32."""
+def of_samples(
+    position: Position | None, layout: Ragged, k: Tensor, vdim: int, offset: Tensor | None = None
+) -> FlatPosition:
+    """Return the FlatPosition of samples end to end; offset (samples, axes) int32."""
     from ndlightnet_kernels import plans
 
     kind = "none" if position is None else position.kind
@@ -81,16 +80,16 @@ def of_samples(position: Position | None, layout: Ragged, k: Tensor, vdim: int, 
     theta = None if position is None else position.theta
     splits, first, shapes = tables
     sizes = (0, span, 0, 0)
-    return Flat(theta, None if theta is None else offset, splits, first, shapes, kind, sizes)
+    return FlatPosition(theta, None if theta is None else offset, splits, first, shapes, kind, sizes)
 
 
 # ---------------------------------------------------------------- what the operators share
-def _state(k: Tensor, vdim: int, position: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return unset States (max, sum, memory) of all samples."""
-    where, (batch, _, heads, dim) = Flat(*position), k.shape
-    batch = where.samples(batch)
+def _state(k: Tensor, vdim: int, fields: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return unset States (max, sum, memory) of all samples. fields: of a FlatPosition."""
+    position, (batch, _, heads, dim) = FlatPosition(*fields), k.shape
+    batch = position.samples(batch)
     total = k.new_empty(batch, heads, dim, dtype=torch.float32)
-    memory = k.new_empty(batch, heads, where.halves * dim, vdim, dtype=torch.float32)
+    memory = k.new_empty(batch, heads, position.halves * dim, vdim, dtype=torch.float32)
     return total, torch.empty_like(total), memory
 
 
@@ -124,17 +123,17 @@ def _attention_flops(q: Sequence[int], v: Sequence[int], kind: str, **_: Any) ->
 
 
 # -------------------------------------------------------------------------------------- global
-def _global(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *position: Any) -> Any:
+def _global(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *fields: Any) -> Any:
     """Return the output and, for the backward, the State (max, sum, memory)."""
     from ndlightnet_kernels import attention
 
-    where = Flat(*position)
-    top, total, memory = attention.summarize(k, v, mask, where)
-    return attention.read(q, total, memory, where), top, total, memory
+    position = FlatPosition(*fields)
+    top, total, memory = attention.summarize(k, v, mask, position)
+    return attention.read(q, total, memory, position), top, total, memory
 
 
-def _global_fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *position: Any) -> Any:
-    return q.new_empty(*q.shape[:3], v.shape[-1]), *_state(k, v.shape[-1], position)
+def _global_fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *fields: Any) -> Any:
+    return q.new_empty(*q.shape[:3], v.shape[-1]), *_state(k, v.shape[-1], fields)
 
 
 def _global_backward(
@@ -147,14 +146,14 @@ def _global_backward(
     memory: Tensor,
     dout: Tensor,
     learn: bool,
-    *position: Any,
+    *fields: Any,
 ) -> Any:
     from ndlightnet_kernels import attention_backward as kernels
 
-    where = Flat(*position)
-    dq, dtotal, dmemory, by_q = kernels.read_backward(q, total, memory, dout, where, learn)
-    dk, dv, by_k = kernels.summarize_backward(k, v, mask, top, dtotal, dmemory, where, learn)
-    return dq, dk, dv, _theta_gradient(by_q + by_k if learn else by_k, where.theta, learn)
+    position = FlatPosition(*fields)
+    dq, dtotal, dmemory, by_q = kernels.read_backward(q, total, memory, dout, position, learn)
+    dk, dv, by_k = kernels.summarize_backward(k, v, mask, top, dtotal, dmemory, position, learn)
+    return dq, dk, dv, _theta_gradient(by_q + by_k if learn else by_k, position.theta, learn)
 
 
 global_attention = Operator(
@@ -174,26 +173,26 @@ global_attention = Operator(
 
 
 # ----------------------------------------------------------------------------- State and queries
-def _summarize(k: Tensor, v: Tensor, mask: Tensor | None, *position: Any) -> Any:
+def _summarize(k: Tensor, v: Tensor, mask: Tensor | None, *fields: Any) -> Any:
     from ndlightnet_kernels import attention
 
-    return attention.summarize(k, v, mask, Flat(*position))
+    return attention.summarize(k, v, mask, FlatPosition(*fields))
 
 
 def _summarize_backward(
-    k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor, learn: bool, *position: Any
+    k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor, learn: bool, *fields: Any
 ) -> Any:
     from ndlightnet_kernels import attention_backward as kernels
 
-    where = Flat(*position)
-    dk, dv, dtheta = kernels.summarize_backward(k, v, mask, top, dtotal, dmemory, where, learn)
-    return dk, dv, _theta_gradient(dtheta, where.theta, learn)
+    position = FlatPosition(*fields)
+    dk, dv, dtheta = kernels.summarize_backward(k, v, mask, top, dtotal, dmemory, position, learn)
+    return dk, dv, _theta_gradient(dtheta, position.theta, learn)
 
 
 summarize = Operator(
     f"summarize(Tensor k, Tensor v, Tensor? mask, {SCHEMA}) -> (Tensor top, Tensor total, Tensor memory)",
     _summarize,
-    lambda k, v, mask, *position: _state(k, v.shape[-1], position),
+    lambda k, v, mask, *fields: _state(k, v.shape[-1], fields),
     Gradient(
         "summarize_backward(Tensor k, Tensor v, Tensor? mask, Tensor top, Tensor dtotal, Tensor dmemory, "
         f"bool needs_theta, {SCHEMA}) -> (Tensor dk, Tensor dv, Tensor dtheta)",
@@ -205,18 +204,18 @@ summarize = Operator(
 )
 
 
-def _read(q: Tensor, total: Tensor, memory: Tensor, *position: Any) -> Tensor:
+def _read(q: Tensor, total: Tensor, memory: Tensor, *fields: Any) -> Tensor:
     from ndlightnet_kernels import attention
 
-    return attention.read(q, total, memory, Flat(*position))
+    return attention.read(q, total, memory, FlatPosition(*fields))
 
 
-def _read_backward(q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, learn: bool, *position: Any) -> Any:
+def _read_backward(q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, learn: bool, *fields: Any) -> Any:
     from ndlightnet_kernels import attention_backward as kernels
 
-    where = Flat(*position)
-    dq, dtotal, dmemory, dtheta = kernels.read_backward(q, total, memory, dout, where, learn)
-    return dq, dtotal, dmemory, _theta_gradient(dtheta, where.theta, learn)
+    position = FlatPosition(*fields)
+    dq, dtotal, dmemory, dtheta = kernels.read_backward(q, total, memory, dout, position, learn)
+    return dq, dtotal, dmemory, _theta_gradient(dtheta, position.theta, learn)
 
 
 read = Operator(

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.dispatch import OPERATIONS, Operation
-from ndlightnet.ops.lightnet._triton import KERNELS, Flat, _attention_flops, _head_limits, _state, _theta_gradient
+from ndlightnet.ops.lightnet._triton import KERNELS, _attention_flops, _head_limits, _state, _theta_gradient
 from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.position import Position
-from ndlightnet_kernels.position import FIELDS, SCHEMA
+from ndlightnet_kernels.position import FIELDS, SCHEMA, FlatPosition
 
 
 def _like(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -31,23 +31,23 @@ def _causal(
     top: Tensor | None,
     total: Tensor | None,
     memory: Tensor | None,
-    *position: Any,
+    *fields: Any,
 ) -> Any:
     """Return output, final State (max, sum, memory), and for the backward the States of all
     segments. The first State is (top, total, memory); if None, an empty one. forget: decay rates
     (heads,) float32."""
     from ndlightnet_kernels import causal
 
-    out, last, entry = causal.forward(q, k, v, mask, forget, (top, total, memory), Flat(*position))
+    out, last, entry = causal.forward(q, k, v, mask, forget, (top, total, memory), FlatPosition(*fields))
     return out, *last, *entry
 
 
 def _causal_fake(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> Any:
     from ndlightnet_kernels import plans
 
-    position = inputs[-FIELDS:]
-    parts, rows = plans.cut(k, v.shape[-1], Flat(*position).kind)[0], k.shape[0] * k.shape[2]
-    last = _state(k, v.shape[-1], position)
+    fields = inputs[-FIELDS:]
+    parts, rows = plans.plan_segments(k, v.shape[-1], FlatPosition(*fields).kind)[0], k.shape[0] * k.shape[2]
+    last = _state(k, v.shape[-1], fields)
     states = zip(last, (parts + 1, parts, parts), strict=True)
     entry = [x.new_empty(rows, n, *x.shape[2:]) for x, n in states]
     return q.new_empty(v.shape), *last, *entry, k.new_empty(rows, parts, dtype=torch.int32)
@@ -68,20 +68,20 @@ def _causal_backward(
     dmemory: Tensor | None,
     past: bool,
     learn: bool,
-    *position: Any,
+    *fields: Any,
 ) -> Any:
     from ndlightnet_kernels import causal_backward as kernels
 
-    where, entry = Flat(*position), (top, total, memory, flag)
+    position, entry = FlatPosition(*fields), (top, total, memory, flag)
     dout = torch.zeros_like(v, dtype=q.dtype) if dout is None else dout
-    *grads, dtheta = kernels.backward(q, k, v, mask, forget, entry, where, dout, dtotal, dmemory, past, learn)
-    return *grads, _theta_gradient(dtheta, where.theta, learn)
+    *grads, dtheta = kernels.backward(q, k, v, mask, forget, entry, position, dout, dtotal, dmemory, past, learn)
+    return *grads, _theta_gradient(dtheta, position.theta, learn)
 
 
 def _causal_backward_fake(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> Any:
-    past, learn, *position = inputs[-FIELDS - 2 :]
-    before = _state(k, v.shape[-1], position)[1:] if past else (None, None)
-    theta = position[0]
+    past, learn, *fields = inputs[-FIELDS - 2 :]
+    before = _state(k, v.shape[-1], fields)[1:] if past else (None, None)
+    theta = fields[0]
     return *_like(q, k, v), *before, theta.new_empty(theta.shape) if learn else None
 
 
@@ -115,7 +115,13 @@ causal_operator = Operator(
 
 
 def causal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, state: State | None, where: Flat
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    forget: Tensor | None,
+    state: State | None,
+    position: FlatPosition,
 ) -> tuple[Tensor, State]:
     """Run the operator. Heads too wide for a program go in blocks of key channels, which add up.
     forget: decay rates (heads,) float32."""
@@ -124,7 +130,7 @@ def causal(
     dim, blocks = k.shape[-1], plans.channel_blocks(k, v.shape[-1])
     if len(blocks) == 1:
         before = (None, None, None) if state is None else state
-        out, *after = causal_operator(q, k, v, mask, forget, *before, *where)
+        out, *after = causal_operator(q, k, v, mask, forget, *before, *position)
         return out, State(*after[:3])
     outs, states = [], []
     for block in blocks:
@@ -132,20 +138,20 @@ def causal(
         if state is not None:
             memory = torch.cat([m[:, :, block] for m in state.memory.split(dim, dim=2)], 2)
             past = (state.max[..., block], state.sum[..., block], memory)
-        out, *after = causal_operator(q[..., block], k[..., block], v, mask, forget, *past, *where.slots(block))
+        out, *after = causal_operator(q[..., block], k[..., block], v, mask, forget, *past, *position.slots(block))
         outs.append(out.float())
         states.append(State(*after[:3]))
-    halves = zip(*(p.memory.chunk(where.halves, 2) for p in states), strict=True)
+    halves = zip(*(p.memory.chunk(position.halves, 2) for p in states), strict=True)
     memory = torch.cat([part for half in halves for part in half], 2)
     top, total = (torch.cat([p[i] for p in states], -1) for i in (0, 1))
     return sum(outs[1:], outs[0]).to(q.dtype), State(top, total, memory)
 
 
 # ---------------------------------------------------------------------------------------- step
-def _step(q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, *position: Any) -> Any:
+def _step(q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, *fields: Any) -> Any:
     from ndlightnet_kernels import step
 
-    return step.step(q, k, v, top, total, memory, Flat(*position))
+    return step.step(q, k, v, top, total, memory, FlatPosition(*fields))
 
 
 def _step_limits(x: Tensor, v: Tensor | None = None, *others: Any, position: Position | None = None) -> str:

@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops._operator import Gradient, Operator
-from ndlightnet.ops.lightnet._triton import Flat, _theta_gradient
-from ndlightnet_kernels.position import FIELDS, SCHEMA
+from ndlightnet.ops.lightnet._triton import _theta_gradient
+from ndlightnet_kernels.position import FIELDS, SCHEMA, FlatPosition
 
 
 def _window(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int, *position: Any
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int, *fields: Any
 ) -> Any:
     """Return the output and, for the backward, anchors and flags of chunks. forget: decay rates
     (heads,) float32."""
     from ndlightnet_kernels import window as kernels
 
-    return kernels.forward(q, k, v, mask, forget, window, Flat(*position))
+    return kernels.forward(q, k, v, mask, forget, window, FlatPosition(*fields))
 
 
 def _window_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     from ndlightnet_kernels.plans import windowed
 
-    chunk = windowed(k, v.shape[-1], Flat(*rest[-FIELDS:]).kind).forward.chunk
+    chunk = windowed(k, v.shape[-1], FlatPosition(*rest[-FIELDS:]).kind).forward.chunk
     rows, chunks = k.shape[0] * k.shape[2], -(-k.shape[1] // chunk)
     top = k.new_empty(rows, chunks, k.shape[3], dtype=torch.float32)
     return q.new_empty(v.shape), top, k.new_empty(rows, chunks, dtype=torch.int32)
@@ -36,9 +36,9 @@ def _window_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 def _window_backward(*inputs: Any) -> Any:
     from ndlightnet_kernels import window_backward as kernels
 
-    given, learn, where = inputs[: -FIELDS - 1], inputs[-FIELDS - 1], Flat(*inputs[-FIELDS:])
-    *grads, dtheta = kernels.backward(*given, where=where, learn=learn)
-    return *grads, _theta_gradient(dtheta, where.theta, learn)
+    given, learn, position = inputs[: -FIELDS - 1], inputs[-FIELDS - 1], FlatPosition(*inputs[-FIELDS:])
+    *grads, dtheta = kernels.backward(*given, position=position, learn=learn)
+    return *grads, _theta_gradient(dtheta, position.theta, learn)
 
 
 def _flops(q: Sequence[int], v: Sequence[int], window: int, kind: str, **_: Any) -> int:
@@ -62,7 +62,7 @@ window_operator = Operator(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int, where: Flat
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int, position: FlatPosition
 ) -> Tensor:
     """Run the operator. Heads too wide for a program go in blocks of key channels, which add up.
     forget: decay rates (heads,) float32, or None."""
@@ -70,10 +70,10 @@ def attention(
 
     blocks = plans.channel_blocks(k, v.shape[-1])
     if len(blocks) == 1:
-        out: Tensor = window_operator(q, k, v, mask, forget, window, *where)[0]
+        out: Tensor = window_operator(q, k, v, mask, forget, window, *position)[0]
         return out
     parts = (
-        window_operator(q[..., block], k[..., block], v, mask, forget, window, *where.slots(block))[0].float()
+        window_operator(q[..., block], k[..., block], v, mask, forget, window, *position.slots(block))[0].float()
         for block in blocks
     )
     return torch.stack(list(parts)).sum(0).to(q.dtype)
