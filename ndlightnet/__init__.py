@@ -14,8 +14,7 @@ from ndlightnet.ops import (
     read,
     summarize,
 )
-
-__version__ = "0.1.0"
+from ndlightnet.version import __version__
 
 __all__ = [
     "Grid",
@@ -29,6 +28,7 @@ __all__ = [
     "Ragged",
     "SoftmaxAttention",
     "State",
+    "__version__",
     "attention_step",
     "axis_causal_attention",
     "causal_attention",

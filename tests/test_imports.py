@@ -11,17 +11,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # each room may import from its own line and from the lines below it
 ORDER = (
-    ("tasks", "ndlightnet_evidence", "ndlightnet.__main__"),
+    ("tasks", "ndlightnet.__main__"),
     ("ndlightnet.training",),
     ("ndlightnet", "ndlightnet.models", "ndlightnet.inference", "ndlightnet.integrations"),
     ("ndlightnet.nn",),
     ("ndlightnet.ops",),
-    ("ndlightnet_kernels",),
+    ("ndlightnet.parallel",),
+    ("ndlightnet_kernels", "ndlightnet.version"),
 )
 # room -> the only rooms of ours that it may import; `data` is imported by training and tasks alone
 CLOSED = {
     "ndlightnet.data": {"ndlightnet.data", "ndlightnet.layout"},
     "ndlightnet.layout": {"ndlightnet.layout"},
+    "ndlightnet.parallel": {"ndlightnet.parallel", "ndlightnet.layout"},
     "ndlightnet_kernels": {"ndlightnet_kernels"},
 }
 ONLY_UNDER = {
@@ -33,7 +35,9 @@ ONLY_UNDER = {
     "av": ("ndlightnet.data", "ndlightnet.inference"),
     "triton": ("ndlightnet_kernels",),
 }
-ALIASES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}
+LEFT = {"lightnet/parts.py", "ndlightnet_evidence/photographs.py"}  # in circles that are left
+PACKAGES = ("kernels/ndlightnet_kernels", "tasks/evidence/ndlightnet_evidence")  # others than ndlightnet
+ALIASES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning", "ndlightnet_evidence": "tasks"}
 
 
 def imported(path: Path, source: str) -> set[str]:
@@ -55,46 +59,115 @@ def imported(path: Path, source: str) -> set[str]:
 
 
 def room(name: str) -> str:
-    """The room of a dotted name: `ndlightnet.nn.block` -> `ndlightnet.nn`; else its first part."""
-    parts = name.split(".")
-    if parts[0] == "ndlightnet" and len(parts) > 1:
-        folder = ROOT / "ndlightnet" / parts[1]
-        if folder.is_dir() or folder.with_suffix(".py").exists():
-            return ".".join(parts[:2])
-    return ALIASES.get(parts[0], parts[0])
+    """The room of a dotted name: `ndlightnet.nn.block` -> `ndlightnet.nn`; else its first word."""
+    first, *rest = name.split(".")
+    if first == "ndlightnet" and rest:
+        folder = ROOT / "ndlightnet" / rest[0]
+        if f"ndlightnet.{rest[0]}" in CLOSED or folder.is_dir() or folder.with_suffix(".py").exists():
+            return f"ndlightnet.{rest[0]}"
+    return ALIASES.get(first, first)
+
+
+def inside(path: Path) -> Path:
+    """A file's path from the folder that its package is imported from."""
+    folders = (Path(package).parent for package in PACKAGES if path.is_relative_to(package))
+    return path.relative_to(next(folders, "."))
 
 
 def violations(path: Path, source: str) -> list[str]:
     rank = {name: i for i, names in enumerate(ORDER) for name in names}
-    inside = path.relative_to("kernels") if path.parts[0] == "kernels" else path
-    here = room(".".join(inside.with_suffix("").parts).removesuffix(".__init__"))
+    path_inside = inside(path)
+    importer = room(".".join(path_inside.with_suffix("").parts).removesuffix(".__init__"))
     wrong = []
-    for there in {room(name) for name in imported(inside, source)}:
-        if there in ONLY_UNDER:
-            allowed = here in ONLY_UNDER[there]
-        elif there not in rank and there not in CLOSED:
+    for target in {room(name) for name in imported(path_inside, source)}:
+        if target in ONLY_UNDER:
+            allowed = importer in ONLY_UNDER[target]
+        elif target not in rank and target not in CLOSED:
             allowed = True  # not ours, and nothing special
-        elif here in CLOSED:
-            allowed = there in CLOSED[here]
-        elif there == "ndlightnet.layout":
+        elif importer in CLOSED:
+            allowed = target in CLOSED[importer]
+        elif target == "ndlightnet.layout":
             allowed = True  # all of the library may import it
-        elif there == "ndlightnet.data":
-            allowed = rank[here] <= rank["ndlightnet.training"]
+        elif target == "ndlightnet.data":
+            allowed = rank[importer] <= rank["ndlightnet.training"]
         else:
-            allowed = rank[here] <= rank[there]
-        wrong += [] if allowed else [f"{path}: {here} imports {there}"]
+            allowed = rank[importer] <= rank[target]
+        wrong += [] if allowed else [f"{path}: {importer} imports {target}"]
     return wrong
 
 
+def circles(sources: dict[Path, str]) -> list[set[str]]:
+    """Sets of modules that import each other, imports in functions included. A module does not
+    count as importing the packages that it lies in."""
+    paths = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in map(inside, sources)}
+    text = {inside(path): source for path, source in sources.items()}
+
+    def module(name: str) -> str:
+        while name and name not in paths:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = {name: {module(x) for x in imported(path, text[path])} - {"", name} for name, path in paths.items()}
+    reached: dict[str, set[str]] = {}
+    for name in graph:
+        todo, reached[name] = [name], set()
+        while todo:
+            new = graph[todo.pop()] - reached[name]
+            reached[name] |= new
+            todo += new
+    joined = {frozenset(x for x in reached[name] if name in reached[x]) for name in graph if name in reached[name]}
+    return [set(modules) for modules in joined]
+
+
 def files() -> list[Path]:
-    found = [p for top in ("ndlightnet", "kernels", "tasks") for p in (ROOT / top).rglob("*.py")]
-    return [p.relative_to(ROOT) for p in sorted(found)]
+    paths = [p for top in ("ndlightnet", "kernels", "tasks") for p in (ROOT / top).rglob("*.py")]
+    return [p.relative_to(ROOT) for p in sorted(paths)]
 
 
 @pytest.mark.slow
 def test_every_import_goes_downward():
     assert len(files()) > 20
     assert [w for path in files() for w in violations(path, (ROOT / path).read_text())] == []
+
+
+@pytest.mark.slow
+def test_no_modules_import_each_other():
+    assert circles({path: (ROOT / path).read_text() for path in files() if "/".join(path.parts[-2:]) not in LEFT}) == []
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"ndlightnet/ops/x.py": "from ndlightnet.ops.y import f", "ndlightnet/ops/y.py": "import ndlightnet.ops.x"},
+        {"ndlightnet/ops/x.py": "from . import y", "ndlightnet/ops/y.py": "def f():\n    from .x import g"},
+        {
+            "ndlightnet/nn/__init__.py": "from ndlightnet.nn.x import f",
+            "ndlightnet/nn/x.py": "from ndlightnet import nn",
+        },
+        {
+            "kernels/ndlightnet_kernels/x.py": "import ndlightnet_kernels.y",
+            "kernels/ndlightnet_kernels/y.py": "from . import x",
+        },
+        {
+            "tasks/evidence/ndlightnet_evidence/x.py": "from ndlightnet_evidence import y",
+            "tasks/evidence/ndlightnet_evidence/y.py": "from ndlightnet_evidence.z import f",
+            "tasks/evidence/ndlightnet_evidence/z.py": "from ndlightnet_evidence.x import f",
+        },
+    ],
+)
+def test_a_circle_is_caught(sources):
+    (modules,) = circles({Path(path): source for path, source in sources.items()})
+    assert len(modules) == len(sources)
+
+
+def test_what_is_no_circle():
+    """A package imports its modules, which import each other in one direction."""
+    sources = {
+        "ndlightnet/nn/__init__.py": "from ndlightnet.nn.x import f\nfrom ndlightnet.nn import y",
+        "ndlightnet/nn/x.py": "from ndlightnet.nn import y",
+        "ndlightnet/nn/y.py": "import torch",
+    }
+    assert circles({Path(path): source for path, source in sources.items()}) == []
 
 
 @pytest.mark.parametrize(
@@ -110,6 +183,8 @@ def test_every_import_goes_downward():
         ("ndlightnet/models/x.py", "from ndlightnet.data import video"),
         ("ndlightnet/layout/x.py", "from ndlightnet.ops import State"),
         ("ndlightnet/layout/x.py", "from ndlightnet.nn.patch import Patchify"),
+        ("ndlightnet/parallel/x.py", "from ndlightnet.ops import State"),
+        ("ndlightnet/layout/x.py", "from ndlightnet.parallel import Slab"),
         ("ndlightnet/data/x.py", "from ndlightnet.inference import predict_volume"),
         ("ndlightnet/training/x.py", "from tasks.video_cls import main"),
         ("kernels/ndlightnet_kernels/x.py", "from ndlightnet.ops.lightnet.state import State"),
@@ -137,6 +212,7 @@ def test_an_upward_import_is_caught(path, source):
         ("ndlightnet/data/x.py", "import monai\nfrom ndlightnet.layout import per_axis"),
         ("ndlightnet/data/x.py", "from ndlightnet.layout import pack"),
         ("ndlightnet/ops/x.py", "from ndlightnet.layout import Ragged"),
+        ("ndlightnet/ops/x.py", "from ndlightnet.parallel import add_planes"),
         ("ndlightnet/bench/x.py", "from ndlightnet.layout import Grid"),
         ("kernels/ndlightnet_kernels/x.py", "import triton"),
         ("tasks/x.py", "from ndlightnet.training import run"),

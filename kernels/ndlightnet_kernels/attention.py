@@ -15,7 +15,7 @@ from ndlightnet_kernels import phases
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
 from ndlightnet_kernels.plans import operand_bytes, plan, split_count
-from ndlightnet_kernels.position import Position
+from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import merge_launch, reciprocal_sum
 from ndlightnet_kernels.summarize import KV, _summarize
 from ndlightnet_kernels.tiles import (
@@ -46,19 +46,19 @@ def _read_memory(total, memory, bh, c, vc, DIM: tl.constexpr, VDIM: tl.constexpr
     """Load the normalised memory tiles that the features (fa, fb) multiply, float32."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     inside = c < WIDTH
-    here = inside[:, None] & (vc < VDIM)[None, :]
+    in_tile = inside[:, None] & (vc < VDIM)[None, :]
     inverse = reciprocal_sum(total, bh * DIM + c, inside)[:, None]
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     at = memory + (bh * (HALVES * DIM) + c)[:, None] * VDIM + vc[None, :]
-    ma = tl.load(at, mask=here, other=0.0) * inverse
+    ma = tl.load(at, mask=in_tile, other=0.0) * inverse
     mb = ma
     if KIND != 0:
-        mb = tl.load(at + DIM * VDIM, mask=here, other=0.0) * inverse
+        mb = tl.load(at + DIM * VDIM, mask=in_tile, other=0.0) * inverse
     if KIND == 2:
         inverse = reciprocal_sum(total, bh * DIM + WIDTH + c, inside)[:, None]
         at += WIDTH * VDIM
-        ma -= tl.load(at + DIM * VDIM, mask=here, other=0.0) * inverse
-        mb += tl.load(at, mask=here, other=0.0) * inverse
+        ma -= tl.load(at + DIM * VDIM, mask=in_tile, other=0.0) * inverse
+        mb += tl.load(at, mask=in_tile, other=0.0) * inverse
     return ma, mb
 
 
@@ -154,22 +154,22 @@ Sizes = tuple[int, ...]
 
 
 def _summarize_plan(
-    k: Tensor, v: Tensor, masked: bool, where: Position, cut: tuple[int, int] | None
+    k: Tensor, v: Tensor, masked: bool, position: FlatPosition, segments: tuple[int, int] | None
 ) -> tuple[Launch, Sizes, Sizes]:
     """Return the launch, and sizes of sums and of memories."""
     strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
-    bv, width = pad(vdim), where.width(dim)
-    chosen = plan("summarize", pad(width), bv, where.kind, operand_bytes(k))
+    bv, width = pad(vdim), position.width(dim)
+    chosen = plan("summarize", pad(width), bv, position.kind, operand_bytes(k))
     block, bk = chosen.block, chosen.keys
-    blocks, halves = cdiv(width, bk), where.halves
+    blocks, halves = cdiv(width, bk), position.halves
     rows, at_once, each = batch * heads * blocks, chosen.programs * processors(k), 1
-    if where.splits is not None:
-        parts, span = where.splits.shape[0], block
-    elif cut is None:
+    if position.splits is not None:
+        parts, span = position.splits.shape[0], block
+    elif segments is None:
         parts, span = split(length, rows, block, at_once)
     else:
-        parts, span = cut
+        parts, span = segments
         each = split_count(rows * parts, at_once, span // block)
         parts *= each
     # tokens that a program's threads load at once: sums within a thread need no exchange
@@ -193,7 +193,7 @@ def _summarize_plan(
         UNIT=unit,
         STAGES=chosen.stages,
         ROWS=together,
-        **arguments(where, k),
+        **arguments(position, k),
         **operand(k),
         **chosen.options(),
     )
@@ -201,57 +201,58 @@ def _summarize_plan(
     return launch, (rows, parts, dim), (rows, parts, halves * dim, vdim)
 
 
-def parts_of_segments(k: Tensor, v: Tensor, where: Position, cut: tuple[int, int]) -> int:
-    """Return how many parts `summarize_splits` makes of `cut`, (number, tokens) of segments."""
-    return _summarize_plan(dense_rows(k), dense_rows(v), False, where, cut)[1][1]
+def parts_of_segments(k: Tensor, v: Tensor, position: FlatPosition, segments: tuple[int, int]) -> int:
+    """Return how many parts `summarize_splits` makes of `segments`, (number, tokens) of segments."""
+    return _summarize_plan(dense_rows(k), dense_rows(v), False, position, segments)[1][1]
 
 
 def summarize_splits(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    where: Position,
-    cut: tuple[int, int] | None = None,
+    position: FlatPosition,
+    segments: tuple[int, int] | None = None,
     forget: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return States (batch * heads, parts, ...) of as many parts as suit the card; with `cut`,
+    """Return States (batch * heads, parts, ...) of as many parts as suit the card; with `segments`,
     (number, tokens) of segments, of as many parts of each segment. forget: decay rate of each head
     for a token, float32; weights are then those at the segment's last token."""
     k, v, masked = dense_rows(k), dense_rows(v), mask is not None
     launch, sums, memories = remembered(
-        ("summarize", form(k, v), masked, where.key, cut), lambda: _summarize_plan(k, v, masked, where, cut)
+        ("summarize", form(k, v), masked, position.key, segments),
+        lambda: _summarize_plan(k, v, masked, position, segments),
     )
     top, total, memory = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
-    tables = where.splits, where.shapes
-    launch(k, v, flags(mask), *tables, *where.angles, forget, top, total, memory)
+    tables = position.splits, position.shapes
+    launch(k, v, flags(mask), *tables, *position.angles, forget, top, total, memory)
     return top, total, memory
 
 
-def summarize(k: Tensor, v: Tensor, mask: Tensor | None, where: Position) -> tuple[Tensor, Tensor, Tensor]:
+def summarize(k: Tensor, v: Tensor, mask: Tensor | None, position: FlatPosition) -> tuple[Tensor, Tensor, Tensor]:
     """Return the State of k, v (batch, length, heads, dim); mask (batch, length) bool or None."""
-    top, total, memory = summarize_splits(k, v, mask, where)
+    top, total, memory = summarize_splits(k, v, mask, position)
     (batch, _, heads, dim), vdim, parts = k.shape, v.shape[-1], top.shape[1]
-    batch, halves = where.samples(batch), where.halves
+    batch, halves = position.samples(batch), position.halves
     sums, memories = (batch, heads, dim), (batch, heads, halves * dim, vdim)
-    if where.first is None and isinstance(parts, int) and parts == 1:
+    if position.first is None and isinstance(parts, int) and parts == 1:
         return top.view(sums), total.view(sums), memory.view(memories)
     joined = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
     merge = merge_launch(k.device, batch, parts, heads, (halves, dim, vdim))
-    merge(top, total, memory, where.first, *joined)
+    merge(top, total, memory, position.first, *joined)
     return joined
 
 
-def _read_plan(q: Tensor, vdim: int, where: Position) -> Launch:
+def _read_plan(q: Tensor, vdim: int, position: FlatPosition) -> Launch:
     strided, unit = strides(q)
     batch, length, heads, dim = q.shape
-    bk, bv = pad(where.width(dim)), pad(vdim)
+    bk, bv = pad(position.width(dim)), pad(vdim)
     # the features of a query are read whole, so here the cut is along the values
-    chosen = plan("read", bv, bk, where.kind, operand_bytes(q))
+    chosen = plan("read", bv, bk, position.kind, operand_bytes(q))
     block, bv = chosen.block, chosen.keys
     blocks = cdiv(vdim, bv)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
-    if where.splits is not None:
-        parts = where.splits.shape[0]
+    if position.splits is not None:
+        parts = position.splits.shape[0]
     return Launch(
         _read,
         (batch * heads * blocks, parts),
@@ -267,19 +268,19 @@ def _read_plan(q: Tensor, vdim: int, where: Position) -> Launch:
         BLOCKS=blocks,
         UNIT=unit,
         STAGES=chosen.stages,
-        **arguments(where, q),
+        **arguments(position, q),
         **operand(q),
         **chosen.options(),
     )
 
 
-def read(q: Tensor, total: Tensor, memory: Tensor, where: Position) -> Tensor:
+def read(q: Tensor, total: Tensor, memory: Tensor, position: FlatPosition) -> Tensor:
     """Read a State with queries (batch, length, heads, dim); SiLU is applied to q here."""
     q, vdim = dense_rows(q), memory.shape[-1]
     launch = remembered(
-        ("read", form(q), vdim, total.dtype, memory.dtype, where.key), lambda: _read_plan(q, vdim, where)
+        ("read", form(q), vdim, total.dtype, memory.dtype, position.key), lambda: _read_plan(q, vdim, position)
     )
     out = q.new_empty(*q.shape[:3], vdim)
     state = total.contiguous(), memory.contiguous()
-    launch(q, *state, where.splits, where.shapes, *where.angles, out)
+    launch(q, *state, position.splits, position.shapes, *position.angles, out)
     return out

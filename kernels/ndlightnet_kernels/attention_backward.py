@@ -14,7 +14,7 @@ from ndlightnet_kernels.attention import _load_query, _read_memory
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import coordinates, cos_sin, cos_sin_once, from_origin, slot_frequencies
 from ndlightnet_kernels.plans import operand_bytes, plan
-from ndlightnet_kernels.position import KINDS, Position
+from ndlightnet_kernels.position import KINDS, FlatPosition
 from ndlightnet_kernels.segments import join_grads
 from ndlightnet_kernels.summarize import KV, SIZES, _keys
 from ndlightnet_kernels.tiles import (
@@ -123,11 +123,11 @@ def _read_backward(
         do = load(dout, b, h, t, vc, valid, sob, sot, soh, VDIM, UNIT)
         x1, slope1 = silu(x1)
         to = dq + ((b * length + t) * heads + h)[:, None] * DIM + c[None, :]
-        here = valid[:, None] & (c < WIDTH)[None, :]
+        in_tile = valid[:, None] & (c < WIDTH)[None, :]
         df = dot(do, m, tl.zeros((BL, HALVES * BK), tl.float32), OPERAND, PRECISION)
         if KIND == 0:
             dmem = dot(tl.trans(do), x1, dmem, OPERAND, PRECISION)
-            tl.store(to, (df * slope1).to(dq.dtype.element_ty), here)
+            tl.store(to, (df * slope1).to(dq.dtype.element_ty), in_tile)
         else:
             slope2 = slope1
             if KIND == 2:
@@ -141,9 +141,9 @@ def _read_backward(
             dmem = dot(tl.trans(do), f, dmem, OPERAND, PRECISION)
             da, db = deinterleave(df)
             d1, d2 = rope_features_backward(da, db, cos, sin, KIND)
-            tl.store(to, (d1 * slope1).to(dq.dtype.element_ty), here)
+            tl.store(to, (d1 * slope1).to(dq.dtype.element_ty), in_tile)
             if KIND == 2:
-                tl.store(to + WIDTH, (d2 * slope2).to(dq.dtype.element_ty), here)
+                tl.store(to + WIDTH, (d2 * slope2).to(dq.dtype.element_ty), in_tile)
             if LEARN:
                 at_axis = from_origin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX))
                 learnt += rows_added(at_axis * (fa * db - fb * da))
@@ -151,13 +151,13 @@ def _read_backward(
         at = dtheta + (bh * parts + slot) * WIDTH + c
         tl.store(at, tl.sum(tl.sum(learnt, 0), 0), c < WIDTH)
     to = dmemories + ((bh * parts + slot) * (HALVES * WIDTH) + c)[None, :] * VDIM + vc[:, None]
-    here = (vc < VDIM)[:, None] & (c < WIDTH)[None, :]
+    in_tile = (vc < VDIM)[:, None] & (c < WIDTH)[None, :]
     if KIND == 0:
-        tl.store(to, dmem, here)
+        tl.store(to, dmem, in_tile)
     else:
         dcos_rows, dsin_rows = deinterleave(dmem)
-        tl.store(to, dcos_rows, here)
-        tl.store(to + WIDTH * VDIM, dsin_rows, here)
+        tl.store(to, dcos_rows, in_tile)
+        tl.store(to + WIDTH * VDIM, dsin_rows, in_tile)
 
 
 @triton.jit
@@ -166,11 +166,11 @@ def _grad_tile(
 ):
     """Load dmemory of some channels, transposed, its cos and sin halves interleaved."""
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
-    here = (vc < VDIM)[:, None] & inside[None, :]
+    in_tile = (vc < VDIM)[:, None] & inside[None, :]
     at = dmemory + (bh * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
-    g = tl.load(at, mask=here, other=0.0).to(OPERAND)
+    g = tl.load(at, mask=in_tile, other=0.0).to(OPERAND)
     if KIND != 0:
-        sin = tl.load(at + DIM * VDIM, mask=here, other=0.0).to(OPERAND)
+        sin = tl.load(at + DIM * VDIM, mask=in_tile, other=0.0).to(OPERAND)
         g = interleave(g, sin, even(DIM // KIND, VDIM))
     return g
 
@@ -237,7 +237,7 @@ def _key_block(
     g, mx, dsum, mx2, dsum2 = grads
     x, x2 = _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
     to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
-    here = inside[:, None] & (kc < WIDTH)[None, :]
+    in_tile = inside[:, None] & (kc < WIDTH)[None, :]
     dp = dot(y, g, tl.zeros((BL, HALVES * BK), tl.float32), OPERAND, PRECISION)
     p = powers(x, mx, OPERAND)
     f = p.to(OPERAND)
@@ -252,7 +252,7 @@ def _key_block(
             da, db = deinterleave(dp2)
             dp2 = da * cos + db * sin
             dp2 = p2 * (dp2 + dsum2[None, :])
-            tl.store(to + WIDTH, dp2.to(dk.dtype.element_ty), here)
+            tl.store(to + WIDTH, dp2.to(dk.dtype.element_ty), in_tile)
             twist = p2 * (cos * db - sin * da)
         da, db = deinterleave(dp)
         dp = da * cos + db * sin
@@ -260,7 +260,7 @@ def _key_block(
             twist += p * (cos * db - sin * da)
         else:
             twist = p * (cos * db - sin * da)
-    tl.store(to, (p * (dp + dsum[None, :])).to(dk.dtype.element_ty), here)
+    tl.store(to, (p * (dp + dsum[None, :])).to(dk.dtype.element_ty), in_tile)
     if LEARN:  # a sum for each tile: one of all tiles would not fit in registers
         at_axis = from_origin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX))
         at = dtheta + tile * WIDTH + kc
@@ -430,17 +430,19 @@ def _summarize_backward(
 Sizes = tuple[int, ...]
 
 
-def _read_plan(q: Tensor, dout: Tensor, vdim: int, where: Position, learn: bool) -> tuple[Launch, Launch, Sizes, Sizes]:
+def _read_plan(
+    q: Tensor, dout: Tensor, vdim: int, position: FlatPosition, learn: bool
+) -> tuple[Launch, Launch, Sizes, Sizes]:
     """Return the two launches, and sizes of gradients of memories and of angles."""
     strided, unit = strides(q, dout)
     batch, length, heads, dim = q.shape
-    width, halves, bv = where.width(dim), where.halves, pad(vdim)
-    chosen = plan("read_backward", pad(width), bv, where.kind, operand_bytes(q), learn)
+    width, halves, bv = position.width(dim), position.halves, pad(vdim)
+    chosen = plan("read_backward", pad(width), bv, position.kind, operand_bytes(q), learn)
     block, bk = chosen.block, chosen.keys
     blocks = cdiv(width, bk)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
-    if where.splits is not None:
-        parts = where.splits.shape[0]
+    if position.splits is not None:
+        parts = position.splits.shape[0]
     launch = Launch(
         _read_backward,
         (batch * heads * blocks, parts),
@@ -458,20 +460,20 @@ def _read_plan(q: Tensor, dout: Tensor, vdim: int, where: Position, learn: bool)
         LEARN=learn,
         UNIT=unit,
         STAGES=chosen.stages,
-        **arguments(where, q),
+        **arguments(position, q),
         **operand(q),
         **chosen.options(),
     )
     some = max(1, 256 // bv)
     join = Launch(
         join_grads,
-        (where.samples(batch) * heads, cdiv(width, some)),
+        (position.samples(batch) * heads, cdiv(width, some)),
         parts=parts,
         heads=heads,
         DIM=dim,
         VDIM=vdim,
         BV=bv,
-        KIND=KINDS[where.kind],
+        KIND=KINDS[position.kind],
         BC=some,
         num_warps=2,
     )
@@ -480,35 +482,35 @@ def _read_plan(q: Tensor, dout: Tensor, vdim: int, where: Position, learn: bool)
 
 
 def read_backward(
-    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, where: Position, learn: bool
+    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, position: FlatPosition, learn: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of q, of the State's sum and memory, and of theta (heads, slots; empty if
     not wanted)."""
     q, dout, vdim = dense_rows(q), dense_rows(dout), memory.shape[-1]
     total, memory = total.contiguous(), memory.contiguous()
     launch, join, memories, angles = remembered(
-        ("read_backward", form(q, dout), vdim, total.dtype, memory.dtype, where.key, learn),
-        lambda: _read_plan(q, dout, vdim, where, learn),
+        ("read_backward", form(q, dout), vdim, total.dtype, memory.dtype, position.key, learn),
+        lambda: _read_plan(q, dout, vdim, position, learn),
     )
     dq, dmemories = dense_empty(q), scratch(q, *memories)
     partial_dtheta = scratch(q, *angles) if learn else None
-    launch(q, dout, total, memory, where.splits, where.shapes, *where.angles, dq, dmemories, partial_dtheta)
+    launch(q, dout, total, memory, position.splits, position.shapes, *position.angles, dq, dmemories, partial_dtheta)
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
-    join(dmemories, total, memory, where.first, dtotal, dmemory)
+    join(dmemories, total, memory, position.first, dtotal, dmemory)
     return dq, dtotal, dmemory, theta_grad(q, partial_dtheta)
 
 
-def _summarize_plan(k: Tensor, v: Tensor, masked: bool, where: Position, learn: bool) -> tuple[Launch, Sizes]:
+def _summarize_plan(k: Tensor, v: Tensor, masked: bool, position: FlatPosition, learn: bool) -> tuple[Launch, Sizes]:
     """Return the launch, and sizes of gradients of angles."""
     strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
-    bv, width = pad(vdim), where.width(dim)
-    chosen = plan("summarize_backward", pad(width), bv, where.kind, operand_bytes(k), learn)
+    bv, width = pad(vdim), position.width(dim)
+    chosen = plan("summarize_backward", pad(width), bv, position.kind, operand_bytes(k), learn)
     block, bk = chosen.block, chosen.keys
     parts, span = split(length, batch * heads, block, chosen.programs * processors(k))
     tiles = cdiv(length, block)
-    if where.splits is not None:
-        parts, span = where.splits.shape[0], where.span
+    if position.splits is not None:
+        parts, span = position.splits.shape[0], position.span
         tiles = parts * cdiv(span, block)
     launch = Launch(
         _summarize_backward,
@@ -528,7 +530,7 @@ def _summarize_plan(k: Tensor, v: Tensor, masked: bool, where: Position, learn: 
         MASKED=masked,
         UNIT=unit,
         STAGES=chosen.stages,
-        **arguments(where, k),
+        **arguments(position, k),
         **operand(k),
         **chosen.options(),
     )
@@ -542,19 +544,19 @@ def summarize_backward(
     top: Tensor,
     dtotal: Tensor,
     dmemory: Tensor,
-    where: Position,
+    position: FlatPosition,
     learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of k, v, and of theta (heads, slots; empty if not wanted)."""
     k, v, masked = dense_rows(k), dense_rows(v), mask is not None
     launch, angles = remembered(
-        ("summarize_backward", form(k, v), masked, where.key, learn),
-        lambda: _summarize_plan(k, v, masked, where, learn),
+        ("summarize_backward", form(k, v), masked, position.key, learn),
+        lambda: _summarize_plan(k, v, masked, position, learn),
     )
     dk, dv = dense_empty(k), dense_empty(v)
     partial_dtheta = scratch(k, *angles) if learn else None
-    if partial_dtheta is not None and where.splits is not None:  # shorter splits leave tiles unset
+    if partial_dtheta is not None and position.splits is not None:  # shorter splits leave tiles unset
         partial_dtheta.zero_()
     given = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
-    launch(k, v, flags(mask), where.splits, where.shapes, *where.angles, *given, dk, dv, partial_dtheta)
+    launch(k, v, flags(mask), position.splits, position.shapes, *position.angles, *given, dk, dv, partial_dtheta)
     return dk, dv, theta_grad(k, partial_dtheta)

@@ -149,8 +149,8 @@ def _product_kernel(
     first, step = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     old = tl.zeros((16 * NB, 8, C), y.dtype.element_ty)
     if ADD:
-        at, there = _tokens(table, first * 8 + q, r, lines, n, inner, outer, INT)
-        old = tl.load(y + at * dim + c, mask=there & (c < dim), other=0.0)
+        at, in_range = _tokens(table, first * 8 + q, r, lines, n, inner, outer, INT)
+        old = tl.load(y + at * dim + c, mask=in_range & (c < dim), other=0.0)
     for tile in range(first, tl.cdiv(lines, 8), step):
         line = tile * 8 + q
         at, inside = _tokens(table, line, r, lines, n, inner, outer, INT)
@@ -165,8 +165,8 @@ def _product_kernel(
         if ADD:
             if n > 0:  # always true; keeps Triton from prefetching what is prefetched here
                 later = line + 8 * step
-                to, there = _tokens(table, later, r, lines, n, inner, outer, INT)
-                old = tl.load(y + to * dim + c, mask=there & (c < dim), other=0.0)
+                to, in_range = _tokens(table, later, r, lines, n, inner, outer, INT)
+                old = tl.load(y + to * dim + c, mask=in_range & (c < dim), other=0.0)
         out = tl.dot(t, _channels_first(value, VEC, W, OPERAND), input_precision=PRECISION)
         # rounded now: half as much passes through shared memory
         out = out.to(y.dtype.element_ty).reshape(VEC, W, 16 * NB, 8).permute(2, 3, 1, 0)

@@ -33,25 +33,25 @@ from ndlightnet_kernels.causal_chunks import (
     QKV,
     RANGE,
     STEEP,
-    aged,
     at_level,
-    fade_until,
-    faded,
+    decay_exp_until,
+    decay_state,
+    decayed,
     gather,
     load_entry,
     next_anchor,
-    recall,
+    read_memory,
     rotation,
     scores,
     silu_over,
     to_anchor,
-    token_fades,
+    token_decay_exps,
     unserved,
 )
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import pinned, slot_frequencies
-from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
-from ndlightnet_kernels.position import Position
+from ndlightnet_kernels.plans import CAREFUL, causal, fills, plan_segments
+from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import log2_rate, prefix_states
 from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
@@ -158,7 +158,7 @@ def _causal(
     run, inside, final = tl.zeros((BL, BK), tl.float32), kc < DIM, part == parts - 1
     after = top + (bh * (parts + 1) + part + 1) * DIM + kc
     rate = None if forget is None else log2_rate(forget, bh, heads)
-    fade = None if rate is None else token_fades(rate, lane)
+    decay_exp = None if rate is None else token_decay_exps(rate, lane)
     # without a selection for each element, the last token's key stands for those after it
     HIDE: tl.constexpr = CAREFUL or MASKED or tl.float32 == OPERAND or forget is not None
     if not CAREFUL:
@@ -174,15 +174,15 @@ def _causal(
             lost = unserved(k, mask, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED)
         else:
             fall = tl.exp2(rate * -BL)
-            enter = tl.exp2(rate * BL - fade_until(rate, begin, None, BL))  # falls once more in a chunk
+            enter = tl.exp2(rate * BL - decay_exp_until(rate, begin, None, BL))  # falls once more in a chunk
             sm, m, m_sin = sm * enter, m * enter, m_sin * enter
             worst = run.to(tl.int32)
         run += tl.where(inside, sm, 1.0)[None, :]
     for first in range(begin, end, BL):
         if forget is not None:
             if CAREFUL:
-                lag = tl.where(first == begin, fade_until(rate, begin, None, BL), rate * BL)
-                mx, sm, m, m_sin = aged(lag, mx, sm, m, m_sin)
+                lag = tl.where(first == begin, decay_exp_until(rate, begin, None, BL), rate * BL)
+                mx, sm, m, m_sin = decay_state(lag, mx, sm, m, m_sin)
             else:
                 run, m, m_sin = run * fall, m * fall, m_sin * fall
         t = first + lane
@@ -196,22 +196,22 @@ def _causal(
         score = tl.zeros((BL, BL), tl.float32)
         if CAREFUL:
             phi, _ = silu(x_q)
-            best = tl.maximum(mx, tl.max(faded(x, fade), 0))
+            best = tl.maximum(mx, tl.max(decayed(x, decay_exp), 0))
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry = best, tl.zeros((BL, BK), tl.float32)
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = at_level(x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
                 f = phi * inverse
                 from_entry += f * entered[None, :]
                 score = scores(f, low, cos, sin, score, KIND, OPERAND, PRECISION)
-                anchor = next_anchor(x, fade, mx, todo)
-            p, carry = weight(x, best[None, :], fade), weight(mx, best)
+                anchor = next_anchor(x, decay_exp, mx, todo)
+            p, carry = weight(x, best[None, :], decay_exp), weight(mx, best)
             sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
             mx = best
         else:
-            p = powers(x, mx, OPERAND, fade)
+            p = powers(x, mx, OPERAND, decay_exp)
             p = pinned(p.to(OPERAND) if KIND == 0 else p)
             # a segment with sums below TINY is computed again, so they may be anything here
             s = dot(ones, p, run, OPERAND, PRECISION)
@@ -221,7 +221,7 @@ def _causal(
             run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
             score = scores(from_entry, p, cos, sin, score, KIND, OPERAND, PRECISION)
         o = tl.zeros((BL, BV), tl.float32)
-        o = recall(from_entry, m, m_sin, cos, sin, o, KIND, OPERAND, PRECISION)
+        o = read_memory(from_entry, m, m_sin, cos, sin, o, KIND, OPERAND, PRECISION)
         score = tl.where(lane[:, None] >= lane[None, :], score, 0.0)
         o = dot(score, y, o, OPERAND, PRECISION)
         if CAREFUL:
@@ -230,14 +230,14 @@ def _causal(
         to = out + dense(b, h, t, vc, length, heads, VDIM)
         tl.store(to, o.to(out.dtype.element_ty), (t < length)[:, None] & (vc < VDIM)[None, :])
     if forget is not None:
-        leave = fade_until(rate, begin, end, BL)
+        leave = decay_exp_until(rate, begin, end, BL)
         if not CAREFUL:
             lost = tl.max((inside & (tl.max(worst, 0) > RANGE)).to(tl.int32), 0)
             lost = tl.maximum(lost, (rate * BL > STEEP).to(tl.int32))
     if final:
         if CAREFUL:
             if forget is not None:
-                mx, sm, m, m_sin = aged(leave, mx, sm, m, m_sin)
+                mx, sm, m, m_sin = decay_state(leave, mx, sm, m, m_sin)
             tl.store(after, mx, inside)
         else:
             tl.debug_barrier()  # loaded again: a register less in the loop
@@ -256,10 +256,10 @@ def _causal(
         tl.store(top_end + bh * DIM + kc, mx, inside)
         tl.store(total_end + bh * DIM + kc, sm, inside)
         to = memory_end + (bh * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
-        here = inside[None, :] & (vc < VDIM)[:, None]
-        tl.store(to, m, here)
+        in_tile = inside[None, :] & (vc < VDIM)[:, None]
+        tl.store(to, m, in_tile)
         if KIND != 0:
-            tl.store(to + DIM * VDIM, m_sin, here)
+            tl.store(to + DIM * VDIM, m_sin, in_tile)
     if not CAREFUL:
         tl.store(flag + bh * parts + part, lost)
 
@@ -269,20 +269,20 @@ class Segments(NamedTuple):
     """Launches of a call: the merge of segments, and the plain and the careful form."""
 
     parts: int
-    cut: tuple[int, int] | None  # None: rows alone fill the card, the State before them is given
+    segments: tuple[int, int] | None  # None: rows alone fill the card, the State before them is given
     merge: Launch
     forms: tuple[Launch, Launch]
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, where: Position) -> Segments:
+def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, position: FlatPosition) -> Segments:
     strided, unit = strides(q, k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
-    parts, span = cut(k, vdim, where.kind)
-    bv, rows, halves = pad(vdim), batch * heads, where.halves
+    parts, span = plan_segments(k, vdim, position.kind)
+    bv, rows, halves = pad(vdim), batch * heads, position.halves
     some, segments, each = max(1, 256 // bv), None, 1
-    if not fills(k, vdim, where.kind):
+    if not fills(k, vdim, position.kind):
         segments = (parts - 1, span)
-        each = attention.parts_of_segments(k, v, where, segments) // max(1, parts - 1)
+        each = attention.parts_of_segments(k, v, position, segments) // max(1, parts - 1)
     merge = Launch(
         prefix_states,
         (rows, cdiv(halves * dim, some)),
@@ -309,12 +309,12 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, where: Position) -> Seg
         BV=bv,
         MASKED=masked,
         UNIT=unit,
-        **arguments(where, k),
+        **arguments(position, k),
         **operand(k),
     )
     plain, careful = (
         Launch(_causal, (rows, parts), BL=c.chunk, CAREFUL=c is CAREFUL, **common, **c.options())
-        for c in (causal(k, vdim, where.kind).forward, CAREFUL)
+        for c in (causal(k, vdim, position.kind).forward, CAREFUL)
     )
     return Segments(parts, segments, merge, (plain, careful))
 
@@ -326,7 +326,7 @@ def forward(
     mask: Tensor | None,
     forget: Tensor | None,
     state: tuple[Tensor | None, ...],
-    where: Position,
+    position: FlatPosition,
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return output (batch, length, heads, value_dim), the final State (max, sum, memory), and for
     the backward the States before each segment (batch * heads, segments, ...), with one more max
@@ -334,10 +334,10 @@ def forward(
     forget: decay rate of each head for a token, (heads,) float32, or None."""
     q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), mask is not None
     (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
-    halves, rows = where.halves, batch * heads
+    halves, rows = position.halves, batch * heads
     dtypes = tuple(x is not None and x.dtype for x in state)
     parts, segments, merge, forms = remembered(
-        ("causal", form(q, k, v), masked, dtypes, where.key), lambda: _plan(q, k, v, masked, where)
+        ("causal", form(q, k, v), masked, dtypes, position.key), lambda: _plan(q, k, v, masked, position)
     )
     entry = (
         scratch(k, rows, parts + 1, dim),
@@ -346,13 +346,13 @@ def forward(
     )
     states: tuple[Tensor | None, ...] = (None, None, None)
     if segments is not None:
-        states = attention.summarize_splits(k, v, mask, where, segments, forget)
+        states = attention.summarize_splits(k, v, mask, position, segments, forget)
     last = (scratch(k, batch, heads, dim), scratch(k, batch, heads, dim), scratch(k, batch, heads, halves * dim, vdim))
     before = (x if x is None else x.contiguous() for x in state)
     merge(forget, *before, *states, *entry)
     out = q.new_empty(*v.shape)
     flag = q.new_empty(rows, parts, dtype=torch.int32)
-    mask_bytes, angles = flags(mask), where.angles
+    mask_bytes, angles = flags(mask), position.angles
     for launch in forms:
         launch(q, k, v, mask_bytes, *angles, forget, *entry, flag, out, *last)
     return out, last, (*entry, flag)

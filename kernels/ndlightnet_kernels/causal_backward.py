@@ -20,22 +20,22 @@ from ndlightnet_kernels.causal_chunks import (
     OUT,
     QKV,
     at_level,
-    fade_until,
-    faded,
+    decay_exp_until,
+    decayed,
     gather,
     next_anchor,
-    recall,
+    read_memory,
+    rope_backward,
     rotation,
     scores,
     silu_over,
-    token_fades,
-    unturn,
+    token_decay_exps,
 )
 from ndlightnet_kernels.causal_dq import _causal_dq
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import from_origin, materialized, slot_frequencies
-from ndlightnet_kernels.plans import CAREFUL, Chunks, causal, cut, fills
-from ndlightnet_kernels.position import Position
+from ndlightnet_kernels.plans import CAREFUL, Chunks, causal, fills, plan_segments
+from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import log2_rate, suffix_grads
 from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
@@ -154,7 +154,7 @@ def _causal_dkv(
     at = (bh * (parts + 1) + part + 1) * DIM + kc
     unit = tl.load(top + at, mask=inside, other=float("-inf"))
     rate = None if forget is None else log2_rate(forget, bh, heads)
-    fade = None if rate is None else token_fades(rate, lane)
+    decay_exp = None if rate is None else token_decay_exps(rate, lane)
     if not CAREFUL:  # in units of the keys
         fix = slip(unit, OPERAND)[None, :]
         dsum, acc, acc_sin = dsum * fix, acc * fix, acc_sin * fix
@@ -186,9 +186,9 @@ def _causal_dkv(
         zero = tl.zeros((BL, BK), tl.float32)
         score = tl.zeros((BL, BL), tl.float32)
         if forget is not None:  # from the next chunk's middle, or from the segment's last token
-            lag = tl.where(i == 0, fade_until(rate, part * span, end, BL), rate * BL)
+            lag = tl.where(i == 0, decay_exp_until(rate, part * span, end, BL), rate * BL)
         if CAREFUL:
-            best = tl.maximum(mx, tl.max(faded(x, fade), 0))
+            best = tl.maximum(mx, tl.max(decayed(x, decay_exp), 0))
             # to this chunk's units; the segment's first `unit` may differ from the exact maximum
             both = (best > float("-inf")) & (unit > float("-inf"))
             factor = (best - unit) * 1.4426950408889634
@@ -202,7 +202,7 @@ def _causal_dkv(
             if forget is not None:
                 fall = tl.exp2(-lag)
                 acc, acc_sin, dsum = acc * fall, acc_sin * fall, dsum * fall
-        p = materialized(powers(x, best, OPERAND, fade))
+        p = materialized(powers(x, best, OPERAND, decay_exp))
         d, d_sin = dot(y, acc, zero, OPERAND, PRECISION), zero
         if KIND != 0:
             d_sin = dot(y, acc_sin, zero, OPERAND, PRECISION)
@@ -214,7 +214,7 @@ def _causal_dkv(
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = at_level(x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
                 f = phi * inverse
                 score = scores(low, f, cos, sin, score, KIND, OPERAND, PRECISION)
                 e, e_sin = gather(pair, f, cos, sin, zero, zero, KIND, OPERAND, PRECISION)
@@ -222,24 +222,24 @@ def _causal_dkv(
                 d_sin += e_sin * low
                 down += low * dot(later_tokens, g * f, zero, OPERAND, PRECISION)
                 from_entry += f * entered[None, :]
-                anchor = next_anchor(x, fade, mx, todo)
+                anchor = next_anchor(x, decay_exp, mx, todo)
         else:
             from_entry = silu_over(x_q, dot(ones, p, zero + sm[None, :], OPERAND, PRECISION))
             score = scores(p, from_entry, cos, sin, score, KIND, OPERAND, PRECISION)
             d, d_sin = gather(pair, from_entry, cos, sin, d, d_sin, KIND, OPERAND, PRECISION)
             down = dot(later_tokens, g * from_entry, dsum, OPERAND, PRECISION)
             d, d_sin, down = d * p, d_sin * p, down * p
-        grad = unturn(d, d_sin, cos, sin, KIND) - down
+        grad = rope_backward(d, d_sin, cos, sin, KIND) - down
         tl.store(dk + to, grad.to(dk.dtype.element_ty), valid_k)
         if LEARN:
             angle = tl.sum(from_origin(freqs, at_axis) * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         dy = tl.zeros((BL, BV), tl.float32)
-        dy = recall(p, acc, acc_sin, cos, sin, dy, KIND, OPERAND, PRECISION)
+        dy = read_memory(p, acc, acc_sin, cos, sin, dy, KIND, OPERAND, PRECISION)
         dy = dot(tl.where(later, score, 0.0), do, dy, OPERAND, PRECISION)
         to = dense(b, h, t, vc, length, heads, VDIM)
-        here = (t < length)[:, None] & (vc < VDIM)[None, :]
-        tl.store(dv + to, tl.where(valid[:, None], dy, 0.0).to(dv.dtype.element_ty), here)
+        in_tile = (t < length)[:, None] & (vc < VDIM)[None, :]
+        tl.store(dv + to, tl.where(valid[:, None], dy, 0.0).to(dv.dtype.element_ty), in_tile)
         if CAREFUL:
             acc, acc_sin = acc * carry[None, :], acc_sin * carry[None, :]
             dsum *= carry[None, :]
@@ -253,15 +253,15 @@ Pair = tuple[Launch, Launch]
 
 
 def _plan(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masked: bool, where: Position, learn: bool
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masked: bool, position: FlatPosition, learn: bool
 ) -> tuple[int, int, bool, Pair, Launch, Pair]:
     """Return the numbers of segments and of chunks, whether rows alone fill the card, and the
     launches: dq, between segments, dk and dv."""
     strided, unit = strides(q, k, v, dout)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
-    parts, span = cut(k, vdim, where.kind)
-    chosen = causal(k, vdim, where.kind)
-    bv, rows, halves = pad(vdim), batch * heads, where.halves
+    parts, span = plan_segments(k, vdim, position.kind)
+    chosen = causal(k, vdim, position.kind)
+    bv, rows, halves = pad(vdim), batch * heads, position.halves
     common: dict[str, Any] = dict(
         zip(QKV + OUT, strided, strict=True),
         length=length,
@@ -276,7 +276,7 @@ def _plan(
         LEARN=learn,
         MASKED=masked,
         UNIT=unit,
-        **arguments(where, k),
+        **arguments(position, k),
         **operand(k),
     )
 
@@ -301,7 +301,7 @@ def _plan(
         BC=some,
         num_warps=2,
     )
-    filled = fills(k, vdim, where.kind)
+    filled = fills(k, vdim, position.kind)
     chunks = cdiv(length, chosen.dq.chunk)
     dq, dkv = forms(_causal_dq, chosen.dq), forms(_causal_dkv, chosen.dkv)
     return parts, chunks, filled, dq, between, dkv
@@ -314,7 +314,7 @@ def backward(
     mask: Tensor | None,
     forget: Tensor | None,
     entry: tuple[Tensor, Tensor, Tensor, Tensor],
-    where: Position,
+    position: FlatPosition,
     dout: Tensor,
     dtotal: Tensor | None,
     dmemory: Tensor | None,
@@ -326,10 +326,10 @@ def backward(
     q, k, v, dout = map(dense_rows, (q, k, v, dout))
     (batch, _, heads, dim), vdim, masked = k.shape, v.shape[-1], mask is not None
     parts, chunks, filled, by_q, between, by_k = remembered(
-        ("causal_backward", form(q, k, v, dout), masked, where.key, learn),
-        lambda: _plan(q, k, v, dout, masked, where, learn),
+        ("causal_backward", form(q, k, v, dout), masked, position.key, learn),
+        lambda: _plan(q, k, v, dout, masked, position, learn),
     )
-    halves, rows = where.halves, batch * heads
+    halves, rows = position.halves, batch * heads
     dq, dk, dv = map(dense_empty, (q, k, v))
     dphi = torch.empty_like(dq)
     chunk_top, chunk_total = scratch(k, rows, chunks, dim), scratch(k, rows, chunks, dim)
@@ -338,7 +338,7 @@ def backward(
     after = before or dtotal is not None or dmemory is not None
     segments, later = (tuple(scratch(k, *size) if wanted else None for size in sizes) for wanted in (before, after))
     dtheta_q, dtheta_k = (scratch(k, batch, heads, chunks, dim) if learn else None for _ in range(2))
-    given = q, k, v, dout, flags(mask), *where.angles, forget
+    given = q, k, v, dout, flags(mask), *position.angles, forget
     for launch in by_q:
         launch(*given, *entry, dq, dphi, chunk_top, chunk_total, *segments, dtheta_q)
     sizes = (dim,), (halves * dim, vdim)

@@ -43,13 +43,13 @@ def silu_and_over(x, s):
 
 
 @triton.jit
-def at_level(x, fade, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def at_level(x, decay_exp, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Return exp(x - anchor), 1 / s of the queries served, exp(mx - anchor), and queries left."""
     used = anchor > float("-inf")
-    if fade is None:
+    if decay_exp is None:
         p = weight(tl.minimum(x, anchor[None, :]), anchor[None, :])
     else:
-        p = tl.minimum(weight(x, anchor[None, :], fade), 1.0)
+        p = tl.minimum(weight(x, anchor[None, :], decay_exp), 1.0)
     p = tl.where(used[None, :], p, 0.0)
     carry = tl.where(used, weight(mx, anchor), 0.0)
     # sums of the rounded keys: a query's weights then add up to one
@@ -59,30 +59,30 @@ def at_level(x, fade, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISI
 
 
 @triton.jit
-def next_anchor(x, fade, mx, todo):
+def next_anchor(x, decay_exp, mx, todo):
     """Return the largest logit that the queries left attend to; -inf where there is none."""
-    return tl.max(tl.where(todo, tl.maximum(faded(x, fade), mx[None, :]), float("-inf")), 0)
+    return tl.max(tl.where(todo, tl.maximum(decayed(x, decay_exp), mx[None, :]), float("-inf")), 0)
 
 
-# Decay: the weight of a token relative to its chunk's middle is exp(k) times 2^fade, that of the
+# Decay: the weight of a token relative to its chunk's middle is exp(k) times 2^decay_exp, that of the
 # tokens before a chunk falls from middle to middle. No number grows with the length.
 @triton.jit
-def token_fades(rate, lane):
+def token_decay_exps(rate, lane):
     """Return what decay adds to the exponents of a chunk's tokens, as powers of 2."""
     return (rate * (lane - lane.shape[0] // 2).to(tl.float32))[:, None]
 
 
 @triton.jit
-def faded(x, fade):
+def decayed(x, decay_exp):
     """Return logits with their decay, rounded: for maxima."""
-    if fade is None:
+    if decay_exp is None:
         return x
     else:
-        return x + fade * 0.6931471805599453
+        return x + decay_exp * 0.6931471805599453
 
 
 @triton.jit
-def fade_until(rate, begin, end, BL: tl.constexpr):
+def decay_exp_until(rate, begin, end, BL: tl.constexpr):
     """Return the decay from the token before `begin` to the middle of a chunk, as a power of 2:
     the chunk from `begin` on, or with `end` backward in time, the last chunk, from `end` - 1."""
     if end is None:
@@ -92,7 +92,7 @@ def fade_until(rate, begin, end, BL: tl.constexpr):
 
 
 @triton.jit
-def aged(lag, mx, sm, m, m_sin):
+def decay_state(lag, mx, sm, m, m_sin):
     """Return a State whose weights fall by 2^-lag."""
     mx, rest = later(mx, lag)
     return mx, sm * rest, m * rest[None, :], m_sin * rest[None, :]
@@ -107,11 +107,11 @@ def load_entry(
     mx = tl.load(top + (at + bh) * DIM + kc, mask=inside, other=float("-inf"))
     sm = tl.load(total + at * DIM + kc, mask=inside, other=0.0)
     tile = memory + (at * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
-    here = inside[None, :] & (vc < VDIM)[:, None]
-    m = tl.load(tile, mask=here, other=0.0)
+    in_tile = inside[None, :] & (vc < VDIM)[:, None]
+    m = tl.load(tile, mask=in_tile, other=0.0)
     m_sin = m
     if HALVES == 2:
-        m_sin = tl.load(tile + DIM * VDIM, mask=here, other=0.0)
+        m_sin = tl.load(tile + DIM * VDIM, mask=in_tile, other=0.0)
     return mx, sm, m, m_sin
 
 
@@ -156,7 +156,7 @@ def gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, OPERAND: tl.cons
 
 
 @triton.jit
-def recall(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def read_memory(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Return acc + features of f times a memory that is stored transposed."""
     if KIND == 0:
         acc = dot(f, tl.trans(m.to(OPERAND)), acc, OPERAND, PRECISION)
@@ -167,7 +167,7 @@ def recall(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr
 
 
 @triton.jit
-def unturn(d, d_sin, cos, sin, KIND: tl.constexpr):
+def rope_backward(d, d_sin, cos, sin, KIND: tl.constexpr):
     """Return the gradient of a tile from the gradients of its cos and sin features."""
     if KIND == 0:
         return d

@@ -10,19 +10,19 @@ import triton.language as tl
 from ndlightnet_kernels.causal_chunks import (
     OUT,
     QKV,
-    aged,
     at_level,
-    fade_until,
-    faded,
+    decay_exp_until,
+    decay_state,
+    decayed,
     fall_to,
     gather,
     load_entry,
     next_anchor,
+    rope_backward,
     rotation,
     silu_and_over,
     to_anchor,
-    token_fades,
-    unturn,
+    token_decay_exps,
 )
 from ndlightnet_kernels.phases import from_origin, pinned, slot_frequencies
 from ndlightnet_kernels.segments import log2_rate
@@ -117,13 +117,13 @@ def _causal_dq(
     entry_top, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
     after = top + (bh * (parts + 1) + part + 1) * DIM + kc
     rate = None if forget is None else log2_rate(forget, bh, heads)
-    fade = None if rate is None else token_fades(rate, lane)
+    decay_exp = None if rate is None else token_decay_exps(rate, lane)
     if not CAREFUL:
         anchor = tl.load(after, mask=inside, other=float("-inf"))
         mx, sm, m, m_sin = to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
         if forget is not None:
             fall = tl.exp2(rate * -BL)
-            enter = tl.exp2(rate * BL - fade_until(rate, begin, None, BL))  # falls once more in a chunk
+            enter = tl.exp2(rate * BL - decay_exp_until(rate, begin, None, BL))  # falls once more in a chunk
             sm, m, m_sin = sm * enter, m * enter, m_sin * enter
         run += tl.where(inside, sm, 1.0)[None, :]
     acc = tl.zeros((BV, BK), tl.float32)
@@ -135,10 +135,10 @@ def _causal_dq(
         t = first + lane
         chunk = (bh * tl.cdiv(length, BL) + first // BL) * DIM + kc
         if forget is not None:
-            since = fade_until(rate, begin, None, BL) + rate * (first - begin).to(tl.float32)
+            since = decay_exp_until(rate, begin, None, BL) + rate * (first - begin).to(tl.float32)
             if CAREFUL:
                 lag = tl.where(first == begin, since, rate * BL)
-                mx, sm, m, m_sin = aged(lag, mx, sm, m, m_sin)
+                mx, sm, m, m_sin = decay_state(lag, mx, sm, m, m_sin)
             else:
                 run, m, m_sin = run * fall, m * fall, m_sin * fall
         if CAREFUL:
@@ -163,34 +163,34 @@ def _causal_dq(
             far_sin = dot(do, m_sin, zero, OPERAND, PRECISION)
         if CAREFUL:
             phi, slope = silu(x_q)
-            best = tl.maximum(mx, tl.max(faded(x, fade), 0))
+            best = tl.maximum(mx, tl.max(decayed(x, decay_exp), 0))
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry, d, d_sin = best, zero, zero, zero
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = at_level(x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
                 e, e_sin = gather(
                     pair, low, cos, sin, far * entered[None, :], far_sin * entered[None, :], KIND, OPERAND, PRECISION
                 )
                 d += e * inverse
                 d_sin += e_sin * inverse
                 from_entry += phi * inverse * entered[None, :]
-                anchor = next_anchor(x, fade, mx, todo)
-            p, carry = weight(x, best[None, :], fade), weight(mx, best)
+                anchor = next_anchor(x, decay_exp, mx, todo)
+            p, carry = weight(x, best[None, :], decay_exp), weight(mx, best)
         else:
-            p = powers(x, mx, OPERAND, fade)
+            p = powers(x, mx, OPERAND, decay_exp)
             p = pinned(p.to(OPERAND) if KIND == 0 else p)
             d, d_sin = gather(pair, p, cos, sin, far, far_sin, KIND, OPERAND, PRECISION)
             s = dot(ones, p, run, OPERAND, PRECISION)
             phi, slope, inverse, from_entry = silu_and_over(x_q, s)
             run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
             d, d_sin = d * inverse, d_sin * inverse
-        grad = unturn(d, d_sin, cos, sin, KIND)
+        grad = rope_backward(d, d_sin, cos, sin, KIND)
         to = dense(b, h, t, kc, length, heads, DIM)
-        here = (t < length)[:, None] & inside[None, :]
-        tl.store(dphi + to, grad.to(dphi.dtype.element_ty), here)
-        tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), here)
+        in_tile = (t < length)[:, None] & inside[None, :]
+        tl.store(dphi + to, grad.to(dphi.dtype.element_ty), in_tile)
+        tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), in_tile)
         if LEARN:
             angle = tl.sum(from_origin(freqs, at_axis) * phi * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
@@ -217,7 +217,7 @@ def _causal_dq(
             acc, acc_sin = acc * rescale[None, :], acc_sin * rescale[None, :]
         tl.store(dsums + (bh * parts + part) * DIM + kc, dsum, inside)
         to = dmemories + ((bh * parts + part) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
-        here = inside[None, :] & (vc < VDIM)[:, None]
-        tl.store(to, acc, here)
+        in_tile = inside[None, :] & (vc < VDIM)[:, None]
+        tl.store(to, acc, in_tile)
         if KIND != 0:
-            tl.store(to + DIM * VDIM, acc_sin, here)
+            tl.store(to + DIM * VDIM, acc_sin, in_tile)

@@ -16,14 +16,14 @@ AT_ONCE = tl.constexpr(8)  # States whose loads are in flight at the same time
 
 
 @triton.jit
-def _tiles(top, total, memory, at, there, c, tile, here, DIM: tl.constexpr, SIZE: tl.constexpr, BACK: tl.constexpr):
-    """Load reference, sum and memory rows of State `at`; of an empty State if not `there`. BACK: of
+def _tiles(top, total, memory, at, exists, c, tile, stored, DIM: tl.constexpr, SIZE: tl.constexpr, BACK: tl.constexpr):
+    """Load reference, sum and memory rows of State `at`; of an empty State if not `exists`. BACK: of
     the State's gradient, whose reference is the negative one."""
-    ref = tl.load(top + at * DIM + c, mask=there, other=float("-inf"))
+    ref = tl.load(top + at * DIM + c, mask=exists, other=float("-inf"))
     if BACK:
         ref = tl.where(ref > float("-inf"), -ref, ref)
-    sm = tl.load(total + at * DIM + c, mask=there, other=0.0)
-    m = tl.load(memory + at[:, None] * SIZE + tile, mask=here & there[:, None], other=0.0)
+    sm = tl.load(total + at * DIM + c, mask=exists, other=0.0)
+    m = tl.load(memory + at[:, None] * SIZE + tile, mask=stored & exists[:, None], other=0.0)
     return ref, sm, m
 
 
@@ -68,7 +68,7 @@ def _sliding_merge(
     SIZE: tl.constexpr = ROWS * VDIM
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < ROWS, row < DIM, row % DIM
-    tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
+    tile, stored = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
     zero, begin = tl.zeros((BC,), tl.int64), tl.program_id(2) * window
     first = bh // heads * frames
     best = tl.full((BC,), float("-inf"), tl.float32)
@@ -79,17 +79,17 @@ def _sliding_merge(
         for i in tl.static_range(AT_ONCE):
             s = zero + begin - 1 - back - i
             f = frames - 1 - s if BACK else s
-            there = inside & (zero + back + i < before)
+            exists = inside & (zero + back + i < before)
             parts += (
-                _tiles(top, total, memory, (first + f) * heads + bh % heads, there, c, tile, here, DIM, SIZE, BACK),
+                _tiles(top, total, memory, (first + f) * heads + bh % heads, exists, c, tile, stored, DIM, SIZE, BACK),
             )
         for i in tl.static_range(AT_ONCE):
             best, sm, m = _join(best, sm, m, parts[i][0], parts[i][1], parts[i][2])
-            s, there = zero + begin - 1 - back - i, zero + back + i < before
+            s, exists = zero + begin - 1 - back - i, zero + back + i < before
             at = (first + s) * heads + bh % heads
-            tl.store(top_past + at * ROWS + row, best, inside & there)
-            tl.store(total_past + at * ROWS + row, sm, inside & there)
-            tl.store(memory_past + at[:, None] * SIZE + tile, m, here & there[:, None])
+            tl.store(top_past + at * ROWS + row, best, inside & exists)
+            tl.store(total_past + at * ROWS + row, sm, inside & exists)
+            tl.store(memory_past + at[:, None] * SIZE + tile, m, stored & exists[:, None])
     tl.debug_barrier()  # other threads of the program read what is in `past`
     best = tl.full((BC,), float("-inf"), tl.float32)
     sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
@@ -98,22 +98,22 @@ def _sliding_merge(
         parts, ends = (), ()
         for i in tl.static_range(AT_ONCE):
             s = zero + now + i
-            f, there = frames - 1 - s if BACK else s, inside & (s < end)
+            f, exists = frames - 1 - s if BACK else s, inside & (s < end)
             parts += (
-                _tiles(top, total, memory, (first + f) * heads + bh % heads, there, c, tile, here, DIM, SIZE, BACK),
+                _tiles(top, total, memory, (first + f) * heads + bh % heads, exists, c, tile, stored, DIM, SIZE, BACK),
             )
             past = s - window + 1
-            there = inside & (past >= 0) & (past < begin)
+            exists = inside & (past >= 0) & (past < begin)
             ends += (
                 _tiles(
                     top_past,
                     total_past,
                     memory_past,
                     (first + past) * heads + bh % heads,
-                    there,
+                    exists,
                     row,
                     tile,
-                    here,
+                    stored,
                     ROWS,
                     SIZE,
                     False,
@@ -123,15 +123,15 @@ def _sliding_merge(
             best, sm, m = _join(best, sm, m, parts[i][0], parts[i][1], parts[i][2])
             high, sums, rows = _join(best, sm, m, ends[i][0], ends[i][1], ends[i][2])
             s = zero + now + i
-            f, there = frames - 1 - s if BACK else s, s < end
+            f, exists = frames - 1 - s if BACK else s, s < end
             at = (first + f) * heads + bh % heads
             if BACK:
-                fall = weight(tl.load(top_in + at * DIM + c, mask=inside & there, other=float("-inf")), -high)
+                fall = weight(tl.load(top_in + at * DIM + c, mask=inside & exists, other=float("-inf")), -high)
                 sums, rows = fall * sums, fall[:, None] * rows
             else:
-                tl.store(top_out + at * DIM + c, high, lead & there)
-            tl.store(total_out + at * DIM + c, sums, lead & there)
-            tl.store(memory_out + at[:, None] * SIZE + tile, rows, here & there[:, None])
+                tl.store(top_out + at * DIM + c, high, lead & exists)
+            tl.store(total_out + at * DIM + c, sums, lead & exists)
+            tl.store(memory_out + at[:, None] * SIZE + tile, rows, stored & exists[:, None])
 
 
 def _plan(top: Tensor, memory: Tensor, window: int, back: bool) -> Launch:

@@ -65,44 +65,42 @@ def _pointers(x, shift, at, STRIDE: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _tile(
-    pointers, mask, token, P: tl.constexpr, here, here_col, STRIDE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr
+    pointers, mask, token, P: tl.constexpr, in_row, in_dim, STRIDE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load the tile P tokens after a line's pointers, 0 where not `here` and for padding, as a
+    """Load the tile P tokens after a line's pointers, 0 where not `in_row` and for padding, as a
     tuple: with N = 2 (bfloat16) of the even and the odd channels, which takes one instruction for
     each number, else of all."""
     if MASKED:
-        here = here & (tl.load(mask + token + P, mask=here, other=0) != 0)
-    where = here[:, None] & here_col[None, :]
+        in_row = in_row & (tl.load(mask + token + P, mask=in_row, other=0) != 0)
+    valid = in_row[:, None] & in_dim[None, :]
     if N == 2:
-        word = tl.load(pointers + P * (STRIDE // 2), mask=where, other=0)
+        word = tl.load(pointers + P * (STRIDE // 2), mask=valid, other=0)
         odd = (word & -0x10000).to(tl.float32, bitcast=True)
         return (word << 16).to(tl.float32, bitcast=True), odd
     else:
-        return (tl.load(pointers + P * STRIDE, mask=where, other=0.0).to(tl.float32),)
+        return (tl.load(pointers + P * STRIDE, mask=valid, other=0.0).to(tl.float32),)
 
 
 @triton.jit
-def _weights(row, col, here_col, N: tl.constexpr):
+def _weights(row, col, in_dim, N: tl.constexpr):
     """Load a tap's float32 weights as a tuple: N = 2: of the even and the odd channels."""
     if N == 2:  # as pairs: vectors of numbers that lie side by side
         pairs = row.to(tl.pointer_type(tl.int64), bitcast=True)
-        pair = tl.load(pairs + col, mask=here_col, other=0)
+        pair = tl.load(pairs + col, mask=in_dim, other=0)
         odd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         return pair.to(tl.int32).to(tl.float32, bitcast=True), odd
     else:
-        return (tl.load(row + col, mask=here_col, other=0.0),)
+        return (tl.load(row + col, mask=in_dim, other=0.0),)
 
 
 @triton.jit
-def _add_taps(
-    acc, tile, weight, col, here_col, LINES: tl.constexpr, g: tl.constexpr, t: tl.constexpr, DIM: tl.constexpr
-):
+def _add_taps(acc, tile, weight, col, in_dim, LINES: tl.constexpr, g: tl.constexpr, t: tl.constexpr, DIM: tl.constexpr):
     """Add the products of a tile and the weights of its taps to the sums of their cells."""
     N: tl.constexpr = len(tile)
     out = ()
     for cell in tl.static_range(len(acc) // N):
         if tap_of(LINES, g, t, cell) >= 0:
-            weights = _weights(weight + tap_of(LINES, g, t, cell) * DIM, col, here_col, N)
+            weights = _weights(weight + tap_of(LINES, g, t, cell) * DIM, col, in_dim, N)
             for h in tl.static_range(N):
                 out = out + (acc[cell * N + h] + weights[h][None, :] * tile[h],)
         else:
@@ -137,7 +135,7 @@ def _store(
     cells,
     shape,
     steps,
-    here_col,
+    in_dim,
     DIM: tl.constexpr,
     AXES: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -150,17 +148,17 @@ def _store(
         shift, line = line_rows(cells, shape, steps, line_at(OWN, g), AXES)
         at = out + shift * DIM + (token[:, None] * DIM + col[None, :])
         for p in tl.static_range(tile_count(OWN, g)):
-            here = tile_rows(line, cells[AXES - 1], shape[AXES - 1], p, WHOLE)
+            in_row = tile_rows(line, cells[AXES - 1], shape[AXES - 1], p, WHOLE)
             if N == 1:
                 value = acc[cell_of(OWN, g, p, 0)]
             else:
                 pair = tl.join(acc[2 * cell_of(OWN, g, p, 0)], acc[2 * cell_of(OWN, g, p, 0) + 1])
                 value = tl.reshape(pair, (pair.shape[0], 2 * pair.shape[1]))
             if MASKED:
-                real = tl.load(mask + token + shift + p, mask=here, other=0) != 0
+                real = tl.load(mask + token + shift + p, mask=in_row, other=0) != 0
                 value = tl.where(real[:, None], value, 0.0)
-            where = here[:, None] & here_col[None, :]
-            tl.store(at + p * DIM, value.to(out.dtype.element_ty), where)
+            valid = in_row[:, None] & in_dim[None, :]
+            tl.store(at + p * DIM, value.to(out.dtype.element_ty), valid)
 
 
 @triton.jit
@@ -204,7 +202,7 @@ def _mix(
 ):
     """Compute u of `each` successive boxes. WHOLE: how many cells of a patch's line are inside the
     grid if the first one is. MASK_IN: padding is not read; MASK_OUT: its result is 0."""
-    col, here_col = _columns(DIM, BLOCK, N)
+    col, in_dim = _columns(DIM, BLOCK, N)
     every, here_every = _columns(DIM, BLOCK, 1)
     sizes = (n0, n1, n2, n3, n4, n5, n6, n7)
     first = tl.program_id(0) // ((DIM + BLOCK - 1) // BLOCK) * each
@@ -215,11 +213,11 @@ def _mix(
         acc = _zeros(cell_count(PATCH) * N, ROWS, BLOCK // N)
         for g in tl.static_range(line_count(LINES)):
             shift, line = line_rows(cells, shape, steps, line_at(LINES, g), AXES)
-            here_x, there = _pointers(x, shift, at, STRIDE, N), token + shift
+            here_x, in_range = _pointers(x, shift, at, STRIDE, N), token + shift
             for t in tl.static_range(tile_count(LINES, g)):
-                here = tile_rows(line, cells[AXES - 1], shape[AXES - 1], tile_at(LINES, g, t), WHOLE)
-                tile = _tile(here_x, mask, there, tile_at(LINES, g, t), here, here_col, STRIDE, N, MASK_IN)
-                acc = _add_taps(acc, tile, weight, col, here_col, LINES, g, t, DIM)
+                in_row = tile_rows(line, cells[AXES - 1], shape[AXES - 1], tile_at(LINES, g, t), WHOLE)
+                tile = _tile(here_x, mask, in_range, tile_at(LINES, g, t), in_row, in_dim, STRIDE, N, MASK_IN)
+                acc = _add_taps(acc, tile, weight, col, in_dim, LINES, g, t, DIM)
         _store(out, acc, mask, token, every, cells, shape, steps, here_every, DIM, AXES, WHOLE, OWN, MASK_OUT)
         place = next_place(place, sizes, AXES, BOX, PATCH)
 
@@ -264,7 +262,7 @@ def _backward(
     compute dx, where the set is all taps."""
     blocks: tl.constexpr = (DIM + BLOCK - 1) // BLOCK
     slot = tl.program_id(0) // blocks
-    col, here_col = _columns(DIM, BLOCK, N)
+    col, in_dim = _columns(DIM, BLOCK, N)
     every, here_every = _columns(DIM, BLOCK, 1)
     sizes = (n0, n1, n2, n3, n4, n5, n6, n7)
     sums = _zeros(TAPS * N, ROWS, BLOCK // N)
@@ -276,27 +274,27 @@ def _backward(
         own = ()
         for g in tl.static_range(line_count(OWN)):
             shift, line = line_rows(cells, shape, steps, line_at(OWN, g), AXES)
-            here_x, there = _pointers(x, shift, mine, STRIDE, N), token + shift
+            here_x, in_range = _pointers(x, shift, mine, STRIDE, N), token + shift
             for p in tl.static_range(tile_count(OWN, g)):
-                here = tile_rows(line, cells[AXES - 1], shape[AXES - 1], p, WHOLE)
-                own = own + _tile(here_x, mask, there, p, here, here_col, STRIDE, N, MASKED)
+                in_row = tile_rows(line, cells[AXES - 1], shape[AXES - 1], p, WHOLE)
+                own = own + _tile(here_x, mask, in_range, p, in_row, in_dim, STRIDE, N, MASKED)
         acc = _zeros(cell_count(PATCH) * N, ROWS, BLOCK // N)
         for g in tl.static_range(line_count(LINES)):
             shift, line = line_rows(cells, shape, steps, line_at(LINES, g), AXES)
             here_du = _pointers(du, shift, at, DIM, N)
             for t in tl.static_range(tile_count(LINES, g)):
-                here = tile_rows(line, cells[AXES - 1], shape[AXES - 1], tile_at(LINES, g, t), WHOLE)
-                tile = _tile(here_du, mask, token, tile_at(LINES, g, t), here, here_col, DIM, N, False)
+                in_row = tile_rows(line, cells[AXES - 1], shape[AXES - 1], tile_at(LINES, g, t), WHOLE)
+                tile = _tile(here_du, mask, token, tile_at(LINES, g, t), in_row, in_dim, DIM, N, False)
                 sums = _add_products(sums, tile, own, LINES, g, t)
                 if DX:
-                    acc = _add_taps(acc, tile, weight, col, here_col, LINES, g, t, DIM)
+                    acc = _add_taps(acc, tile, weight, col, in_dim, LINES, g, t, DIM)
         if DX:
             _store(dx, acc, mask, token, every, cells, shape, steps, here_every, DIM, AXES, WHOLE, OWN, MASKED)
         place = next_place(place, sizes, AXES, BOX, PATCH)
     for k in tl.static_range(TAPS):
         for h in tl.static_range(N):
             to = partial + (slot * TAPS + k) * DIM + N * col + h
-            tl.store(to, tl.sum(sums[k * N + h], 0), mask=here_col)
+            tl.store(to, tl.sum(sums[k * N + h], 0), mask=in_dim)
 
 
 def supported(taps: int) -> str:

@@ -178,7 +178,7 @@ def fills(k: Tensor, vdim: int, kind: str) -> bool:
     return 10 * hint(rows) >= 9 * at_once
 
 
-def cut(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
+def plan_segments(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
     """Return into how many segments to cut the length of keys (batch, length, heads, dim), and
     their length, a multiple of every chunk. Symbolic shapes get no guard on the length."""
     length, parts = k.shape[1], 1

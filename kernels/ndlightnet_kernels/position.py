@@ -1,5 +1,5 @@
-"""Positions of tokens and angles of the slots of their heads: the one description of them that
-crosses torch.library and that kernels read. Does not need Triton.
+"""Positions of tokens and angles of the slots of their heads, as flat arguments of operators and
+kernels: tensors, a string and numbers. Does not need Triton.
 
 A slot (a channel, with rotary a pair) is rotated by theta times the coordinate of its axis; each
 axis has one consecutive group of slots. Samples are rows of a batch, which share a grid, or lie end
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# The fields of Position as arguments in an operator's schema, in the same order
+# The fields of FlatPosition as arguments in an operator's schema, in the same order
 SCHEMA = "Tensor? theta, Tensor? offset, Tensor? splits, Tensor? first, Tensor? shapes, str kind, SymInt[] sizes"
 FIELDS = 7
 KINDS = {"none": 0, "cosine": 1, "rotary": 2}
 
 
-class Position(NamedTuple):
+class FlatPosition(NamedTuple):
     """Positions of tokens and angles of slots. theta: (heads or 1, slots), radians per step.
 
     offset: coordinates of the first cell. (1 or batch, 2 axes) int64 if it may be far away: its
@@ -86,8 +86,8 @@ class Position(NamedTuple):
     def samples(self, batch: int) -> int:
         return batch if self.shapes is None else int(self.shapes.shape[0])
 
-    def slots(self, block: slice) -> Position:
-        """Return the Position of a block of channels, for kind "cosine"."""
+    def slots(self, block: slice) -> FlatPosition:
+        """Return the FlatPosition of a block of channels, for kind "cosine"."""
         if self.theta is None:
             return self
         prefix, span, _, _, *shape = self.sizes
@@ -95,6 +95,9 @@ class Position(NamedTuple):
         return self._replace(theta=self.theta[:, block], sizes=sizes)
 
 
-def grid(theta: Tensor, offset: Tensor | None, kind: str, prefix: int, shape: Any) -> Position:
-    """Return the Position of rows that share a grid."""
-    return Position(theta, offset, kind=kind, sizes=(prefix, 0, 0, 0, *shape))
+def grid_position(theta: Tensor, offset: Tensor | None, kind: str, prefix: int, shape: Any) -> FlatPosition:
+    """Return the FlatPosition of rows that share a grid."""
+    return FlatPosition(theta, offset, kind=kind, sizes=(prefix, 0, 0, 0, *shape))
+
+
+NO_POSITION = FlatPosition()  # of tokens without angles

@@ -46,7 +46,7 @@ def merge_parts(
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = row < HALVES * DIM
-    here = inside[:, None] & (vc < VDIM)[None, :]
+    in_tile = inside[:, None] & (vc < VDIM)[None, :]
     base, begin, end = parts_of(first, bh, heads, parts)
     at = base * DIM + row % DIM
     zero = tl.zeros((BC,), tl.int32)
@@ -61,14 +61,14 @@ def merge_parts(
     for some in range(begin, end, 8):
         for i in tl.static_range(8):  # eight loads in flight at once
             s = zero + some + i
-            there = inside & (s < end)
-            w = weight(tl.load(top + at + s * DIM, mask=there, other=float("-inf")), best)
-            sm += w * tl.load(total + at + s * DIM, mask=there, other=0.0)
+            in_range = inside & (s < end)
+            w = weight(tl.load(top + at + s * DIM, mask=in_range, other=float("-inf")), best)
+            sm += w * tl.load(total + at + s * DIM, mask=in_range, other=0.0)
             x = memory + ((base + s) * (HALVES * DIM) + row)[:, None] * VDIM + vc[None, :]
-            acc += w[:, None] * tl.load(x, mask=here & there[:, None], other=0.0)
+            acc += w[:, None] * tl.load(x, mask=in_tile & in_range[:, None], other=0.0)
     tl.store(top_out + bh * DIM + row, best, row < DIM)
     tl.store(total_out + bh * DIM + row, sm, row < DIM)
-    tl.store(memory_out + (bh * (HALVES * DIM) + row)[:, None] * VDIM + vc[None, :], acc, here)
+    tl.store(memory_out + (bh * (HALVES * DIM) + row)[:, None] * VDIM + vc[None, :], acc, in_tile)
 
 
 def merge_launch(device: torch.device, samples: int, parts: int, heads: int, sizes: tuple[int, int, int]) -> Launch:
@@ -125,14 +125,14 @@ def _join_one(
     VDIM: tl.constexpr,
     HALVES: tl.constexpr,
 ):
-    here = inside[:, None] & (vc < VDIM)[None, :]
+    in_tile = inside[:, None] & (vc < VDIM)[None, :]
     inverse = reciprocal_sum(total, bh * DIM + j, inside)
     at = (bh * (HALVES * DIM) + j)[:, None] * VDIM + vc[None, :]
-    product = dcos * tl.load(memory + at, mask=here, other=0.0)
-    tl.store(dmemory + at, dcos * inverse[:, None], here)
+    product = dcos * tl.load(memory + at, mask=in_tile, other=0.0)
+    tl.store(dmemory + at, dcos * inverse[:, None], in_tile)
     if HALVES == 2:
-        product += dsin * tl.load(memory + at + DIM * VDIM, mask=here, other=0.0)
-        tl.store(dmemory + at + DIM * VDIM, dsin * inverse[:, None], here)
+        product += dsin * tl.load(memory + at + DIM * VDIM, mask=in_tile, other=0.0)
+        tl.store(dmemory + at + DIM * VDIM, dsin * inverse[:, None], in_tile)
     tl.store(dtotal + bh * DIM + j, -tl.sum(product, 1) * inverse * inverse, inside)
 
 
@@ -159,7 +159,7 @@ def join_grads(
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = c < WIDTH
-    here = inside[:, None] & (vc < VDIM)[None, :]
+    in_tile = inside[:, None] & (vc < VDIM)[None, :]
     base, begin, end = parts_of(first, bh, heads, parts)
     zero = tl.zeros((BC,), tl.int32)
     ga = tl.zeros((BC, BV), tl.float32)
@@ -168,10 +168,10 @@ def join_grads(
         for i in tl.static_range(8):  # eight loads in flight at once
             s = zero + some + i
             at = dmemories + ((base + s) * (HALVES * WIDTH) + c)[:, None] * VDIM + vc[None, :]
-            there = here & (s < end)[:, None]
-            ga += tl.load(at, mask=there, other=0.0)
+            in_range = in_tile & (s < end)[:, None]
+            ga += tl.load(at, mask=in_range, other=0.0)
             if KIND != 0:
-                gb += tl.load(at + WIDTH * VDIM, mask=there, other=0.0)
+                gb += tl.load(at + WIDTH * VDIM, mask=in_range, other=0.0)
     _join_one(total, memory, dtotal, dmemory, bh, c, inside, vc, ga, gb, DIM, VDIM, HALVES)
     if KIND == 2:  # the pair's second channel reads the tiles swapped
         _join_one(total, memory, dtotal, dmemory, bh, c + WIDTH, inside, vc, gb, -ga, DIM, VDIM, HALVES)
@@ -205,28 +205,28 @@ def prefix_states(
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < HALVES * DIM, row < DIM, row % DIM
-    tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
+    tile, in_tile = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
     best = tl.full((BC,), float("-inf"), tl.float32)
     sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
     if top0 is not None:
         best = tl.load(top0 + bh * DIM + c, mask=inside, other=float("-inf"))
         sm = tl.load(total0 + bh * DIM + c, mask=inside, other=0.0)
-        m = tl.load(memory0 + bh * (HALVES * DIM * VDIM) + tile, mask=here, other=0.0)
+        m = tl.load(memory0 + bh * (HALVES * DIM * VDIM) + tile, mask=in_tile, other=0.0)
     zero, states = tl.zeros((BC,), tl.int32), bh * (parts + 1)
     tl.store(top_out + (states + bh) * DIM + c, best, lead)
     tl.store(total_out + states * DIM + c, sm, lead)
-    tl.store(memory_out + states * (HALVES * DIM * VDIM) + tile, m, here)
+    tl.store(memory_out + states * (HALVES * DIM * VDIM) + tile, m, in_tile)
     if top is not None:
         count = parts * per_segment
         for first in range(0, count, AT_ONCE):
             refs, sums, tiles = (), (), ()
             for i in tl.static_range(AT_ONCE):
                 s = zero + first + i
-                at, there = bh * count + s, inside & (s < count)
-                refs += (tl.load(top + at * DIM + c, mask=there, other=float("-inf")),)
-                sums += (tl.load(total + at * DIM + c, mask=there, other=0.0),)
+                at, in_range = bh * count + s, inside & (s < count)
+                refs += (tl.load(top + at * DIM + c, mask=in_range, other=float("-inf")),)
+                sums += (tl.load(total + at * DIM + c, mask=in_range, other=0.0),)
                 x = memory + at[:, None] * (HALVES * DIM * VDIM) + tile
-                tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
+                tiles += (tl.load(x, mask=in_tile & in_range[:, None], other=0.0),)
             for i in tl.static_range(AT_ONCE):
                 if forget is None:
                     high = tl.maximum(best, refs[i])
@@ -240,11 +240,11 @@ def prefix_states(
                 best, sm = high, fall * sm + w * sums[i]
                 m = fall[:, None] * m + w[:, None] * tiles[i]
                 s = zero + first + i + 1
-                to, there = states + s // per_segment, (s <= count) & (s % per_segment == 0)
-                tl.store(top_out + (to + bh) * DIM + c, best, lead & there)
-                tl.store(total_out + to * DIM + c, sm, lead & there)
+                to, in_range = states + s // per_segment, (s <= count) & (s % per_segment == 0)
+                tl.store(top_out + (to + bh) * DIM + c, best, lead & in_range)
+                tl.store(total_out + to * DIM + c, sm, lead & in_range)
                 x = memory_out + to[:, None] * (HALVES * DIM * VDIM) + tile
-                tl.store(x, m, here & there[:, None])
+                tl.store(x, m, in_tile & in_range[:, None])
 
 
 @triton.jit(do_not_specialize=["parts", "length", "span", "heads"])
@@ -275,7 +275,7 @@ def suffix_grads(
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < HALVES * DIM, row < DIM, row % DIM
-    tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
+    tile, in_tile = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
     states = top + bh * (parts + 1) * DIM + c
     ref_after = tl.load(states + parts * DIM, mask=inside, other=float("-inf"))
     filled = ref_after > float("-inf")  # a channel without any token so far has no memory
@@ -283,24 +283,24 @@ def suffix_grads(
     if dtotal is not None:
         after -= tl.where(filled, tl.load(dtotal + bh * DIM + c, mask=inside, other=0.0), 0.0)
     if dmemory is not None:
-        m = tl.load(dmemory + bh * (HALVES * DIM * VDIM) + tile, mask=here, other=0.0)
+        m = tl.load(dmemory + bh * (HALVES * DIM * VDIM) + tile, mask=in_tile, other=0.0)
         m = tl.where(filled[:, None], m, 0.0)
     zero, end = tl.zeros((BC,), tl.int32), bh * parts + parts - 1
     tl.store(dsum_out + end * DIM + c, after, lead)
-    tl.store(dmemory_out + end * (HALVES * DIM * VDIM) + tile, m, here)
+    tl.store(dmemory_out + end * (HALVES * DIM * VDIM) + tile, m, in_tile)
     for back in range(0, parts, AT_ONCE):
         refs, sums, tiles = (), (), ()
         for i in tl.static_range(AT_ONCE):
             s = zero + parts - 1 - back - i
-            at, there = bh * parts + s, inside & (s >= 0)
-            refs += (tl.load(states + s * DIM, mask=there, other=float("-inf")),)
+            at, in_range = bh * parts + s, inside & (s >= 0)
+            refs += (tl.load(states + s * DIM, mask=in_range, other=float("-inf")),)
             if dsums is None:
                 sums += (tl.zeros((BC,), tl.float32),)
                 tiles += (tl.zeros((BC, BV), tl.float32),)
             else:
-                sums += (tl.load(dsums + at * DIM + c, mask=there, other=0.0),)
+                sums += (tl.load(dsums + at * DIM + c, mask=in_range, other=0.0),)
                 x = dmemories + at[:, None] * (HALVES * DIM * VDIM) + tile
-                tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
+                tiles += (tl.load(x, mask=in_tile & in_range[:, None], other=0.0),)
         for i in tl.static_range(AT_ONCE):
             s = zero + parts - 1 - back - i
             ref = tl.where(s >= 0, refs[i], ref_after)
@@ -314,10 +314,10 @@ def suffix_grads(
             after = fall * after + tl.where(filled, sums[i], 0.0)
             m = fall[:, None] * m + tl.where(filled[:, None], tiles[i], 0.0)
             ref_after = ref
-            at, there = bh * parts + s - 1, s > 0
-            tl.store(dsum_out + at * DIM + c, after, lead & there)
+            at, in_range = bh * parts + s - 1, s > 0
+            tl.store(dsum_out + at * DIM + c, after, lead & in_range)
             x = dmemory_out + at[:, None] * (HALVES * DIM * VDIM) + tile
-            tl.store(x, m, here & there[:, None])
+            tl.store(x, m, in_tile & in_range[:, None])
     if dtotal0 is not None:
         tl.store(dtotal0 + bh * DIM + c, -after, lead)
-        tl.store(dmemory0 + bh * (HALVES * DIM * VDIM) + tile, m, here)
+        tl.store(dmemory0 + bh * (HALVES * DIM * VDIM) + tile, m, in_tile)

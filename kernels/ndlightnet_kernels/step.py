@@ -10,7 +10,7 @@ from torch import Tensor
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
-from ndlightnet_kernels.position import Position
+from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.tiles import arguments, cdiv, pad, silu, weight
 
 
@@ -64,8 +64,8 @@ def _step(
     f = tl.where(s > 0, f / tl.where(s > 0, s, 1.0), 0.0)
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     at = (bh * (HALVES * DIM) + c)[:, None] * VDIM + vc[None, :]
-    here = inside[:, None] & inside_v[None, :]
-    m = fall[:, None] * tl.load(memory + at, mask=here, other=0.0)
+    in_tile = inside[:, None] & inside_v[None, :]
+    m = fall[:, None] * tl.load(memory + at, mask=in_tile, other=0.0)
     if KIND == 0:
         m += p[:, None] * y[None, :]
         o = tl.sum(f[:, None] * m, 0)
@@ -93,36 +93,36 @@ def _step(
         cos, sin = tl.max(cos, 0), tl.max(sin, 0)  # there is one row
         m += (p * cos)[:, None] * y[None, :]
         o = tl.sum((f * cos)[:, None] * m, 0)
-        m_sin = fall[:, None] * tl.load(memory + at + DIM * VDIM, mask=here, other=0.0)
+        m_sin = fall[:, None] * tl.load(memory + at + DIM * VDIM, mask=in_tile, other=0.0)
         m_sin += (p * sin)[:, None] * y[None, :]
         o += tl.sum((f * sin)[:, None] * m_sin, 0)
-        tl.store(memory_out + at + DIM * VDIM, m_sin, here)
-    tl.store(memory_out + at, m, here)
+        tl.store(memory_out + at + DIM * VDIM, m_sin, in_tile)
+    tl.store(memory_out + at, m, in_tile)
     tl.store(out + bh * VDIM + vc, o.to(out.dtype.element_ty), inside_v)
     if tl.program_id(1) == 0:
         tl.store(top_out + bh * DIM + c, new, inside)
         tl.store(total_out + bh * DIM + c, s, inside)
 
 
-def _plan(k: Tensor, vdim: int, where: Position) -> Launch:
+def _plan(k: Tensor, vdim: int, position: FlatPosition) -> Launch:
     batch, heads, dim = k.shape
     bk, bv = pad(dim), min(pad(vdim), 32)
-    given = arguments(where, k) | {"WIDE": True}
+    given = arguments(position, k) | {"WIDE": True}
     return Launch(
         _step, (batch * heads, cdiv(vdim, bv)), heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv, **given, num_warps=4
     )
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, where: Position
+    q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, position: FlatPosition
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output and the next State after one token of q, k (batch, heads, dim) and v
     (batch, heads, value_dim)."""
     batch, heads, vdim = v.shape
     dtypes = q.dtype, k.dtype, v.dtype, top.dtype, total.dtype, memory.dtype
-    launch = remembered(("step", k.device, dtypes, k.shape, vdim, where.key), lambda: _plan(k, vdim, where))
+    launch = remembered(("step", k.device, dtypes, k.shape, vdim, position.key), lambda: _plan(k, vdim, position))
     given = [x.contiguous() for x in (q, k, v, top, total, memory)]
     out = torch.empty(batch, heads, vdim, dtype=q.dtype, device=q.device)
     new = [torch.empty_like(x) for x in given[3:]]
-    launch(*given, *where.angles, out, *new)
+    launch(*given, *position.angles, out, *new)
     return out, new[0], new[1], new[2]

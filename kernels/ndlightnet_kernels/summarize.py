@@ -358,20 +358,20 @@ def _summarize(
     tl.store(total + at, sm * fix, inside)
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     to = memory + ((bh * parts + slot) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
-    here = (vc < VDIM)[:, None] & inside[None, :]
+    in_tile = (vc < VDIM)[:, None] & inside[None, :]
     if KIND == 0:
-        tl.store(to, acc * fix[None, :], here)
+        tl.store(to, acc * fix[None, :], in_tile)
     elif KIND == 1:
         cos, sin = deinterleave(acc)
-        tl.store(to, cos * fix[None, :], here)
-        tl.store(to + DIM * VDIM, sin * fix[None, :], here)
+        tl.store(to, cos * fix[None, :], in_tile)
+        tl.store(to + DIM * VDIM, sin * fix[None, :], in_tile)
     else:
         fix2 = slip(tl.load(top + at + WIDTH, mask=inside, other=0.0), OPERAND)
         one, two = deinterleave(acc)
         cos, sin = deinterleave(one)
-        tl.store(to, cos * fix[None, :], here)
-        tl.store(to + DIM * VDIM, sin * fix[None, :], here)
+        tl.store(to, cos * fix[None, :], in_tile)
+        tl.store(to + DIM * VDIM, sin * fix[None, :], in_tile)
         cos, sin = deinterleave(two)
-        tl.store(to + WIDTH * VDIM, cos * fix2[None, :], here)
-        tl.store(to + (DIM + WIDTH) * VDIM, sin * fix2[None, :], here)
+        tl.store(to + WIDTH * VDIM, cos * fix2[None, :], in_tile)
+        tl.store(to + (DIM + WIDTH) * VDIM, sin * fix2[None, :], in_tile)
         tl.store(total + at + WIDTH, sm2 * fix2, inside)

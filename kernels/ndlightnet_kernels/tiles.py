@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels import phases
-from ndlightnet_kernels.position import KINDS, Position
+from ndlightnet_kernels.position import KINDS, FlatPosition
 
 
 @triton.jit
@@ -59,8 +59,8 @@ def valid_tokens(mask, b, t, end, length, MASKED: tl.constexpr):
 @triton.jit
 def load(ptr, b, h, t, c, valid, sb, st, sh, DIM: tl.constexpr, UNIT: tl.constexpr):
     """Load a tile, with 0 for tokens that are not `valid` and columns from DIM on."""
-    here = valid[:, None] & (c < DIM)[None, :]
-    return tl.load(address(ptr, b, h, t, c, sb, st, sh, UNIT), mask=here, other=0.0)
+    in_tile = valid[:, None] & (c < DIM)[None, :]
+    return tl.load(address(ptr, b, h, t, c, sb, st, sh, UNIT), mask=in_tile, other=0.0)
 
 
 @triton.jit
@@ -123,13 +123,13 @@ def deinterleave(x):
 
 
 @triton.jit
-def weight(x, top, fade=None):
+def weight(x, top, decay_exp=None):
     """Return exp(x - top); 0 where x is -inf. It uses exp2 and a product, because tl.exp spends
-    three more instructions on results below 1e-38. fade: added to the exponent of 2, after the
+    three more instructions on results below 1e-38. decay_exp: added to the exponent of 2, after the
     difference, so that it keeps its digits beside large logits."""
     power = (x - tl.where(top == float("-inf"), 0.0, top)) * 1.4426950408889634
-    if fade is not None:
-        power += fade
+    if decay_exp is not None:
+        power += decay_exp
     return tl.exp2(power)
 
 
@@ -139,17 +139,17 @@ def _shift(top):
 
 
 @triton.jit
-def powers(x, top, OPERAND: tl.constexpr, fade=None):
+def powers(x, top, OPERAND: tl.constexpr, decay_exp=None):
     """Return exp(x - top) of a tile, with one `top` for each column. Operands of 16 bits take one
     instruction less for an element, and the result is off by one factor for each column: see
-    `slip`. (Not every Triton version fuses the product and the difference by itself.) fade: as in
+    `slip`. (Not every Triton version fuses the product and the difference by itself.) decay_exp: as in
     `weight`."""
     if tl.float32 == OPERAND:
-        return weight(x, top[None, :], fade)
+        return weight(x, top[None, :], decay_exp)
     else:
         power = tl.fma(x, 1.4426950408889634, -_shift(top)[None, :])
-        if fade is not None:
-            power += fade
+        if decay_exp is not None:
+            power += decay_exp
         return tl.exp2(power)
 
 
@@ -292,26 +292,26 @@ def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
     return cdiv(length, span), span
 
 
-def arguments(where: Position, x: Tensor) -> dict[str, Any]:
+def arguments(position: FlatPosition, x: Tensor) -> dict[str, Any]:
     """Return the arguments of kernels that a Position gives, except tensors, for tokens x (batch,
     length, heads, dim)."""
-    theta, axes = where.theta, len(where.shape)
+    theta, axes = position.theta, len(position.shape)
     slots = 1 if theta is None else int(theta.shape[1])
-    sizes = [*where.shape[1:]] + [None] * (phases.MOST_AXES - max(axes, 1))
-    each = int(where.offset is not None and where.offset.shape[0] > 1)
-    if where.shapes is not None:
-        axes = where.shapes.shape[1]
+    sizes = [*position.shape[1:]] + [None] * (phases.MOST_AXES - max(axes, 1))
+    each = int(position.offset is not None and position.offset.shape[0] > 1)
+    if position.shapes is not None:
+        axes = position.shapes.shape[1]
     return {
         "per_head": int(theta is not None and theta.shape[0] > 1),
-        **dict(zip(phases.SIZES, [*sizes, where.prefix, each], strict=True)),
-        "KIND": KINDS[where.kind],
+        **dict(zip(phases.SIZES, [*sizes, position.prefix, each], strict=True)),
+        "KIND": KINDS[position.kind],
         "AXES": axes,
-        "PREFIX": where.prefix > 0 or where.splits is not None,
+        "PREFIX": position.prefix > 0 or position.splits is not None,
         "SLOTS": slots,
-        "OFFSET": where.sizes[2],
-        "TOTAL": where.sizes[3] or slots,
+        "OFFSET": position.sizes[2],
+        "TOTAL": position.sizes[3] or slots,
         # with an offset, tokens in front of the grid are far from its first cell
-        "WIDE": x.dtype == torch.float32 or (where.offset is not None and where.prefix > 0),
+        "WIDE": x.dtype == torch.float32 or (position.offset is not None and position.prefix > 0),
     }
 
 

@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.causal_chunks import QKV, TINY, faded, reciprocal, rotation, silu_over
+from ndlightnet_kernels.causal_chunks import QKV, TINY, decayed, reciprocal, rotation, silu_over
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, Chunks, windowed
-from ndlightnet_kernels.position import Position
+from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import log2_rate
 from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
@@ -93,9 +93,9 @@ def since(rate, u, first, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def capped(x, anchor, fade):
+def capped(x, anchor, decay_exp):
     """Return exp(x - anchor), at most 1: larger ones are of keys that no query left attends to."""
-    p = tl.minimum(weight(x, anchor[None, :], fade), 1.0)
+    p = tl.minimum(weight(x, anchor[None, :], decay_exp), 1.0)
     return tl.where((anchor > float("-inf"))[None, :], p, 0.0)
 
 
@@ -141,8 +141,8 @@ def next_window_anchor(
     for at in range(begin, first + BL, BL):
         u = at + tl.arange(0, BL)
         x = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)[0]
-        fade = None if rate is None else since(rate, u, first, PLAIN)
-        x = faded(x, fade)
+        decay_exp = None if rate is None else since(rate, u, first, PLAIN)
+        x = decayed(x, decay_exp)
         if todo is not None:
             count = dot(attending(u, t, window), todo, tl.zeros(todo.shape, tl.float32), OPERAND, PRECISION)
             x = tl.where(count > 0.5, x, float("-inf"))
@@ -256,15 +256,15 @@ def _window(
             for at in range(begin, first + BL, BL):
                 u = at + tl.arange(0, BL)
                 x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
-                fade = None if rate is None else since(rate, u, first, PLAIN)
-                p = capped(x, anchor, fade)
+                decay_exp = None if rate is None else since(rate, u, first, PLAIN)
+                p = capped(x, anchor, decay_exp)
                 s = dot(attended(t, u, window), p, s, OPERAND, PRECISION)
             f = phi * tl.where(todo & (s >= TINY), reciprocal(s), 0.0)
             for at in range(begin, first + BL, BL):
                 u = at + tl.arange(0, BL)
                 x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
-                fade = None if rate is None else since(rate, u, first, PLAIN)
-                p = capped(x, anchor, fade)
+                decay_exp = None if rate is None else since(rate, u, first, PLAIN)
+                p = capped(x, anchor, decay_exp)
                 y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
                 _u, cos, sin = rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
                 score = products(f, cos_t, sin_t, p, cos, sin, KIND, OPERAND, PRECISION)
@@ -301,16 +301,16 @@ def _window(
         for at in range(begin, first + BL, BL):
             u = at + tl.arange(0, BL)
             x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
-            fade = None if rate is None else since(rate, u, first, PLAIN)
-            p = powers(x, anchor, OPERAND, fade)
+            decay_exp = None if rate is None else since(rate, u, first, PLAIN)
+            p = powers(x, anchor, OPERAND, decay_exp)
             s = dot(attended(t, u, window), p, s, OPERAND, PRECISION)
         tl.store(flag + chunk, tl.max(tl.max((todo & (s < TINY)).to(tl.int32), 0), 0))
         f = silu_over(x_q, s)
         for at in range(begin, first + BL, BL):
             u = at + tl.arange(0, BL)
             x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
-            fade = None if rate is None else since(rate, u, first, PLAIN)
-            p = powers(x, anchor, OPERAND, fade)
+            decay_exp = None if rate is None else since(rate, u, first, PLAIN)
+            p = powers(x, anchor, OPERAND, decay_exp)
             y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
             _u, cos, sin = rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
             score = products(f, cos_t, sin_t, p, cos, sin, KIND, OPERAND, PRECISION)
@@ -327,7 +327,7 @@ def plan(
     names: list[str],
     inputs: tuple[Tensor, ...],
     masked: bool,
-    where: Position,
+    position: FlatPosition,
     window: int,
     **more: Any,
 ) -> tuple[Launch, Launch]:
@@ -349,7 +349,7 @@ def plan(
         PLAIN=chosen.chunk,
         MASKED=masked,
         UNIT=unit,
-        **arguments(where, k),
+        **arguments(position, k),
         **operand(k),
         **more,
     )
@@ -368,19 +368,19 @@ def plan(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int, where: Position
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int, position: FlatPosition
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output (batch, length, heads, value_dim), and for the backward anchors (batch * heads,
     chunks, dim) and flags of chunks. forget: decay rate of each head for a token, float32."""
     q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), mask is not None
-    chosen = windowed(k, v.shape[-1], where.kind).forward
+    chosen = windowed(k, v.shape[-1], position.kind).forward
     forms = remembered(
-        ("window", form(q, k, v), masked, window, where.key),
-        lambda: plan(_window, chosen, QKV, (q, k, v), masked, where, window),
+        ("window", form(q, k, v), masked, window, position.key),
+        lambda: plan(_window, chosen, QKV, (q, k, v), masked, position, window),
     )
     rows, chunks = k.shape[0] * k.shape[2], cdiv(k.shape[1], chosen.chunk)
     out, top = q.new_empty(*v.shape), scratch(k, rows, chunks, k.shape[3])
     flag = q.new_empty(rows, chunks, dtype=torch.int32)
     for launch in forms:
-        launch(q, k, v, flags(mask), *where.angles, forget, top, flag, out)
+        launch(q, k, v, flags(mask), *position.angles, forget, top, flag, out)
     return out, top, flag

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.causal_chunks import OUT, QKV, TINY, gather, reciprocal, rotation, silu_and_over, unturn
+from ndlightnet_kernels.causal_chunks import OUT, QKV, TINY, gather, reciprocal, rope_backward, rotation, silu_and_over
 from ndlightnet_kernels.launch import remembered
 from ndlightnet_kernels.phases import from_origin, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, windowed
-from ndlightnet_kernels.position import Position
+from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import log2_rate
 from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
@@ -153,13 +153,13 @@ def _window_dq(
     inside, begin = kc < DIM, tl.maximum(first - window + 1, 0) // BL * BL
     x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
     do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
-    here = (t < length)[:, None] & inside[None, :]
+    in_tile = (t < length)[:, None] & inside[None, :]
     to = dense(b, h, t, kc, length, heads, DIM)
     d = tl.zeros((BL, BK), tl.float32)
     d_sin = d
     if CAREFUL:
         phi, slope = silu(x_q)
-        todo, f, level = here, d, d - float("inf")
+        todo, f, level = in_tile, d, d - float("inf")
         anchor = next_window_anchor(
             k,
             mask,
@@ -192,8 +192,8 @@ def _window_dq(
             for at in range(begin, first + BL, BL):
                 u = at + tl.arange(0, BL)
                 x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
-                fade = None if rate is None else since(rate, u, first, PLAIN)
-                p, seen = capped(x, anchor, fade), attended(t, u, window)
+                decay_exp = None if rate is None else since(rate, u, first, PLAIN)
+                p, seen = capped(x, anchor, decay_exp), attended(t, u, window)
                 y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
                 _u, cos, sin = rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
                 pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
@@ -229,28 +229,28 @@ def _window_dq(
                 OPERAND,
                 PRECISION,
             )
-        tl.store(levels + to, level, here)
+        tl.store(levels + to, level, in_tile)
     else:
         anchor = tl.load(top + chunk * DIM + kc, mask=inside, other=0.0)
         s = d
         for at in range(begin, first + BL, BL):
             u = at + tl.arange(0, BL)
             x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
-            fade = None if rate is None else since(rate, u, first, PLAIN)
-            p, seen = powers(x, anchor, OPERAND, fade), attended(t, u, window)
+            decay_exp = None if rate is None else since(rate, u, first, PLAIN)
+            p, seen = powers(x, anchor, OPERAND, decay_exp), attended(t, u, window)
             y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
             _u, cos, sin = rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
             pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
             pair = tl.where(seen, pair, 0.0).to(OPERAND)
             s = dot(seen, p, s, OPERAND, PRECISION)
             d, d_sin = gather(pair, p, cos, sin, d, d_sin, KIND, OPERAND, PRECISION)
-        phi, slope, inverse, f = silu_and_over(x_q, tl.where(here, s, 1.0))
+        phi, slope, inverse, f = silu_and_over(x_q, tl.where(in_tile, s, 1.0))
         d, d_sin = d * inverse, d_sin * inverse
     at_axis, cos, sin = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
-    grad = unturn(d, d_sin, cos, sin, KIND)
-    tl.store(dphi + to, grad.to(dphi.dtype.element_ty), here)
-    tl.store(features + to, f.to(features.dtype.element_ty), here)
-    tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), here)
+    grad = rope_backward(d, d_sin, cos, sin, KIND)
+    tl.store(dphi + to, grad.to(dphi.dtype.element_ty), in_tile)
+    tl.store(features + to, f.to(features.dtype.element_ty), in_tile)
+    tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), in_tile)
     if LEARN:
         angle = tl.sum(from_origin(freqs, at_axis) * phi * (cos * d_sin - sin * d), 0)
         _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM, BL, PLAIN, CAREFUL_BL)
@@ -378,9 +378,9 @@ def _window_dkv(
         chunk = bh * chunks + at // PLAIN
         anchor = tl.load(top + chunk * DIM + kc, mask=inside, other=0.0)
         to = dense(b, h, t, kc, length, heads, DIM)
-        here = (t < length)[:, None] & inside[None, :]
-        f = tl.load(features + to, mask=here, other=0.0).to(tl.float32)
-        g = tl.load(dphi + to, mask=here, other=0.0).to(tl.float32)
+        in_tile = (t < length)[:, None] & inside[None, :]
+        f = tl.load(features + to, mask=in_tile, other=0.0).to(tl.float32)
+        g = tl.load(dphi + to, mask=in_tile, other=0.0).to(tl.float32)
         do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
         _, cos_t, sin_t = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         seen = attending(u, t, window)
@@ -388,17 +388,17 @@ def _window_dkv(
         pair = tl.where(seen, pair, 0.0).to(OPERAND)
         # a key that no query of the chunk attends to may be far above its anchor
         some = hide(x, valid & (u > at - window))
-        fade = None if rate is None else since(rate, u, at, PLAIN)
+        decay_exp = None if rate is None else since(rate, u, at, PLAIN)
         if CAREFUL:
-            level = tl.where(here, anchor[None, :], float("-inf"))
+            level = tl.where(in_tile, anchor[None, :], float("-inf"))
             if tl.load(flag + chunk) != 0:
-                level = tl.load(levels + to, mask=here, other=float("-inf"))
+                level = tl.load(levels + to, mask=in_tile, other=float("-inf"))
             anchor = tl.max(level, 0)
             while tl.max(anchor, 0) > float("-inf"):
                 mine = level == anchor[None, :]
-                part_f = tl.where(mine & here, f, 0.0)
+                part_f = tl.where(mine & in_tile, f, 0.0)
                 d, d_sin, down, dy = _add(
-                    capped(some, anchor, fade),
+                    capped(some, anchor, decay_exp),
                     g * part_f,
                     part_f,
                     cos_t,
@@ -420,7 +420,7 @@ def _window_dkv(
                 anchor = tl.max(level, 0)
         else:
             d, d_sin, down, dy = _add(
-                powers(some, anchor, OPERAND, fade),
+                powers(some, anchor, OPERAND, decay_exp),
                 g * f,
                 f,
                 cos_t,
@@ -438,7 +438,7 @@ def _window_dkv(
                 OPERAND,
                 PRECISION,
             )
-    grad = unturn(d, d_sin, cos, sin, KIND) - down
+    grad = rope_backward(d, d_sin, cos, sin, KIND) - down
     tl.store(
         dk + dense(b, h, u, kc, length, heads, DIM),
         grad.to(dk.dtype.element_ty),
@@ -447,9 +447,9 @@ def _window_dkv(
     if LEARN:
         angle = tl.sum(from_origin(freqs, at_axis) * (cos * d_sin - sin * d), 0)
         _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM, BL, PLAIN, CAREFUL_BL)
-    here = (u < length)[:, None] & (vc < VDIM)[None, :]
+    in_tile = (u < length)[:, None] & (vc < VDIM)[None, :]
     to = dense(b, h, u, vc, length, heads, VDIM)
-    tl.store(dv + to, tl.where(valid[:, None], dy, 0.0).to(dv.dtype.element_ty), here)
+    tl.store(dv + to, tl.where(valid[:, None], dy, 0.0).to(dv.dtype.element_ty), in_tile)
 
 
 def backward(
@@ -462,17 +462,17 @@ def backward(
     flag: Tensor,
     dout: Tensor,
     window: int,
-    where: Position,
+    position: FlatPosition,
     learn: bool,
 ) -> tuple[Tensor, ...]:
     """Return gradients of q, k, v, and of theta (heads, slots; empty if not wanted)."""
     q, k, v, dout = inputs = tuple(map(dense_rows, (q, k, v, dout)))
     masked, names = mask is not None, [*QKV, *OUT]
-    chosen = windowed(k, v.shape[-1], where.kind)
+    chosen = windowed(k, v.shape[-1], position.kind)
     by_q, by_k = remembered(
-        ("window_backward", form(*inputs), masked, window, where.key, learn),
+        ("window_backward", form(*inputs), masked, window, position.key, learn),
         lambda: tuple(
-            plan(kernel, c, names, inputs, masked, where, window, LEARN=learn)
+            plan(kernel, c, names, inputs, masked, position, window, LEARN=learn)
             for kernel, c in ((_window_dq, chosen.dq), (_window_dkv, chosen.dkv))
         ),
     )
@@ -482,7 +482,7 @@ def backward(
     batch, _, heads, dim = k.shape
     chunks = top.shape[1] * (chosen.dq.chunk // CAREFUL.chunk)
     dtheta_q, dtheta_k = (scratch(k, batch, heads, chunks, dim) if learn else None for _ in range(2))
-    given = *inputs, flags(mask), *where.angles, forget, top, flag, levels
+    given = *inputs, flags(mask), *position.angles, forget, top, flag, levels
     for launch in by_q:
         launch(*given, dq, dphi, features, dtheta_q)
     for launch in by_k:

@@ -24,6 +24,7 @@ from ndlightnet.models.config import Configured
 from ndlightnet.models.other_names import SAME
 from ndlightnet.models.weights import load_weights, read_checkpoint
 from ndlightnet.nn.mixers.names import customs
+from ndlightnet.version import __version__
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 CLASS, VERSION = "_class_name", "_ndlightnet_version"  # beside the arguments in config.json
@@ -55,8 +56,7 @@ class Pretrained(Configured):
                 f"{type(self).__name__} was changed to {beyond}, which no argument describes: "
                 "expected one as its constructor makes it; save its state_dict"
             )
-        version = import_module("ndlightnet").__version__
-        return {CLASS: type(self).__name__, VERSION: version, **self.config}
+        return {CLASS: type(self).__name__, VERSION: __version__, **self.config}
 
     def save_pretrained(
         self,

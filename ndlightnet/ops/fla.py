@@ -13,17 +13,25 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops._once_differentiable import once_differentiable_inputs
-from ndlightnet.ops.dispatch import TRANSFORMED, Support
+from ndlightnet.ops.dispatch import OPERATIONS, TRANSFORMED, Operation, Support
 from ndlightnet.ops.plain import transformed
 
-OPERATIONS = ("gated_linear_attention", "gated_delta_rule")
 MOST_CHANNELS = 256
+
+
+def declare(operation: str) -> None:
+    """Declare an operation that these kernels run, beside plain torch and the specification."""
+
+    def limits(*tensors: Any) -> str:
+        return supports(operation, *tensors).reason
+
+    OPERATIONS[operation] = Operation(("torch", "fla", "reference"), limits)
 
 
 def supports(operation: str, k: Tensor, v: Tensor, decay: Tensor | None = None, *others: Tensor) -> Support:
     """Return whether flash-linear-attention runs `operation` on these keys, values and log decays,
     with the reason if not. others: further inputs, which may need a gradient."""
-    if operation not in OPERATIONS:
+    if operation not in OPERATIONS or "fla" not in OPERATIONS[operation].implementations:
         return Support(f"{operation}: flash-linear-attention has none that fits")
     if not k.is_cuda:
         return Support(f"tensors on {k.device.type}: expected cuda")

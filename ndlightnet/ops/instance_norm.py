@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ndlightnet.ops._operator import Operator
+from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.limits import sizes_reason
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence.chunks import exact
+
+MOST_CELLS = 2**31 - 2**26  # indices are 32 bits, and the last ones of a tile are beyond the row
 
 
 def instance_norm_silu(
@@ -167,52 +170,41 @@ def _fake(x: Tensor, *_: Any) -> Any:
     return x.new_empty(x.shape), mean, torch.empty_like(mean)
 
 
-def _gradients(
+def _backward(
     dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> Any:
-    """Return gradients; that of residual is empty where there is none."""
     from ndlightnet_kernels import instance_norm as kernels
 
-    *grads, more = kernels.instance_norm_silu_backward(dout, x, weight, bias, residual, mean, rstd)
-    return *grads, x.new_empty(0) if more is None else more
+    return kernels.instance_norm_silu_backward(dout, x, weight, bias, residual, mean, rstd)
 
 
-def _gradients_fake(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *_: Tensor) -> Any:
-    grads = (y.new_empty(y.shape) for y in (x, weight, bias))
-    return *grads, x.new_empty(0) if residual is None else residual.new_empty(residual.shape)
+def _backward_by_torch(
+    needed: Sequence[bool], dout: Tensor, eps: float, x: Tensor, weight: Tensor, bias: Tensor, residual: Any, **_: Any
+) -> list[Tensor | None]:
+    return by_autograd(dout, (x, weight, bias, residual), eps, needed, True)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:4], *output[1:])
-    ctx.eps = inputs[4]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # else zeros are written as gradients of mean and rstd
+def _limits(x: Tensor, *_: Any, **__: Any) -> str:
+    cells = x[:1, :1].numel()
+    if reason := sizes_reason(x):
+        return reason
+    return f"{cells} cells: expected {MOST_CELLS} or fewer in a channel" if cells > MOST_CELLS else ""
 
 
-def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
-    saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for a second derivative
-        return *by_autograd(dout, saved[:4], ctx.eps, ctx.needs_input_grad[:4], True), None
-    *grads, more = _instance_norm_backward(dout, *saved)
-    return *grads, None if saved[3] is None else more, None
-
-
-_instance_norm_backward = Operator(
-    "instance_norm_silu_backward(Tensor dout, Tensor x, Tensor weight, Tensor bias, "
-    "Tensor? residual, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor, Tensor)",
-    _gradients,
-    _gradients_fake,
-)
+INPUTS = "Tensor weight, Tensor bias, Tensor? residual"
 _instance_norm = Operator(
-    "instance_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor? residual, float eps) -> (Tensor, Tensor, Tensor)",
+    f"instance_norm_silu(Tensor x, {INPUTS}, float eps) -> (Tensor out, Tensor mean, Tensor rstd)",
     _forward,
     _fake,
-    _save,
-    _backward,
-    once=False,
+    Gradient(
+        f"instance_norm_silu_backward(Tensor dout, Tensor x, {INPUTS}, Tensor mean, Tensor rstd) "
+        "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
+        _backward,
+        again=_backward_by_torch,
+    ),
+    implementations=("torch", "triton"),
+    limits=_limits,
 )
 _instance_norm_in_place = Operator(
-    "instance_norm_silu_(Tensor(a!) x, Tensor weight, Tensor bias, Tensor? residual, float eps) -> ()",
-    _forward_in_place,
-    lambda *_: None,
+    f"instance_norm_silu_(Tensor(a!) x, {INPUTS}, float eps) -> ()", _forward_in_place, lambda *_: None
 )

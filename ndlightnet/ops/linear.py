@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dispatch import OPERATIONS, Impl, Operation, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.recurrence.chunks import exact
@@ -21,6 +21,8 @@ from ndlightnet.ops.recurrence.gated import gated_linear_attention
 from ndlightnet.ops.recurrence.scan import prefix_sum
 
 EPS = 1e-6  # the least denominator
+# global, or causal along frames of more than one token
+OPERATIONS["linear_attention"] = Operation(("torch", "reference"))
 
 
 class Sums(NamedTuple):

@@ -18,8 +18,9 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import per_axis
-from ndlightnet.ops.dispatch import TRANSFORMED, Support, device_reason
+from ndlightnet.ops.dispatch import TRANSFORMED, Support
 from ndlightnet.ops.empty import empty_result
+from ndlightnet.ops.limits import device_reason
 from ndlightnet.ops.plain import plain, softmax_attention, transformed
 
 TILE = 64  # queries of a tile, about: fewer copy more of the halo, more compute more unused scores

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, silu
 
-from ndlightnet.ops._operator import Operator
+from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.dispatch import Impl, resolve
+
+MOST_ROW = 4096  # channels of a token
 
 
 def norm_gate(
@@ -47,7 +49,7 @@ def _fake(y: Tensor, *_: Any) -> Any:
     return y.new_empty(y.shape), mean, torch.empty_like(mean)
 
 
-def _gradients(
+def _backward(
     dout: Tensor,
     y: Tensor,
     gate: Tensor,
@@ -57,43 +59,25 @@ def _gradients(
     mean: Tensor,
     rstd: Tensor,
 ) -> Any:
-    """Return gradients; that of local is empty where there is none."""
     from ndlightnet_kernels import gate as kernels
 
-    *grads, dlocal = kernels.norm_gate_backward(dout, y, gate, weight, bias, local, mean, rstd)
-    return *grads, y.new_empty(0) if dlocal is None else dlocal
+    return kernels.norm_gate_backward(dout, y, gate, weight, bias, local, mean, rstd)
 
 
-def _gradients_fake(
-    dout: Tensor, y: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None, *_: Tensor
-) -> Any:
-    grads = (x.new_empty(x.shape) for x in (y, gate, weight, bias))
-    return *grads, y.new_empty(0) if local is None else local.new_empty(local.shape)
+def _limits(y: Tensor, *_: Any, **__: Any) -> str:
+    return f"{y.shape[-1]} channels: expected {MOST_ROW} or fewer" if y.shape[-1] > MOST_ROW else ""
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:5], *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # else zeros are written as gradients of mean and rstd
-
-
-def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
-    saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
-    *grads, dlocal = _norm_gate_backward(dout, *saved)
-    return *grads, None if saved[4] is None else dlocal, None
-
-
-_norm_gate_backward = Operator(
-    "norm_gate_backward(Tensor dout, Tensor y, Tensor gate, Tensor weight, Tensor bias, "
-    "Tensor? local, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _gradients,
-    _gradients_fake,
-)
+INPUTS = "Tensor y, Tensor gate, Tensor weight, Tensor bias, Tensor? local"
 _norm_gate = Operator(
-    "norm_gate(Tensor y, Tensor gate, Tensor weight, Tensor bias, Tensor? local, float eps) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"norm_gate({INPUTS}, float eps) -> (Tensor out, Tensor mean, Tensor rstd)",
     _forward,
     _fake,
-    _save,
-    _backward,
+    Gradient(
+        f"norm_gate_backward(Tensor dout, {INPUTS}, Tensor mean, Tensor rstd) "
+        "-> (Tensor dy, Tensor dgate, Tensor dweight, Tensor dbias, Tensor dlocal)",
+        _backward,
+    ),
+    implementations=("torch", "triton", "reference"),  # the torch form is the specification
+    limits=_limits,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ndlightnet.ops._operator import Operator
+from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.dispatch import Impl, resolve
 
 
@@ -37,26 +37,20 @@ def _fake(x: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
-def _gradient(dout: Tensor, x: Tensor) -> Tensor:
+def _backward(dout: Tensor, x: Tensor) -> tuple[Tensor]:
     from ndlightnet_kernels import swiglu as kernels
 
-    return kernels.swiglu_backward(dout, x)
+    return (kernels.swiglu_backward(dout, x),)
 
 
-def _gradient_fake(dout: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+def _backward_by_torch(needed: Any, dout: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(_by_torch(x), x, dout, create_graph=True)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
-    (x,) = ctx.saved_tensors
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for a second derivative
-        return torch.autograd.grad(_by_torch(x), x, dout, create_graph=True)
-    return (_swiglu_backward(dout, x),)
-
-
-_swiglu_backward = Operator("swiglu_backward(Tensor dout, Tensor x) -> Tensor", _gradient, _gradient_fake)
-_swiglu = Operator("swiglu(Tensor x) -> Tensor", _forward, _fake, _save, _backward, once=False)
+_swiglu = Operator(
+    "swiglu(Tensor x) -> Tensor out",
+    _forward,
+    _fake,
+    Gradient("swiglu_backward(Tensor dout, Tensor x) -> Tensor dx", _backward, again=_backward_by_torch),
+    implementations=("torch", "triton"),
+)

@@ -17,7 +17,7 @@ from ndlightnet.ops import (
     summarize,
 )
 from ndlightnet_kernels import phases
-from ndlightnet_kernels import position as kernel_position
+from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.tiles import arguments
 
 from .cases import BRAIN, DEVICE, Case
@@ -101,7 +101,7 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
     origins = starts - 11 * (torch.arange(len(shape), device=DEVICE) == 0) * (start is not None)
     first = None if start is None else torch.cat([starts, origins], 1)
     sizes = (prefix, 0, *(window or (0, 0)), *shape)
-    place = kernel_position.Position(theta, first, kind="cosine", sizes=sizes)
+    place = FlatPosition(theta, first, kind="cosine", sizes=sizes)
     like = torch.empty(1, 1, heads, slots, dtype=dtype)
     cos, sin = torch.full((2, batch, heads, length, slots), torch.nan, device=DEVICE)
     at = torch.full((batch, heads, length, slots), torch.nan, device=DEVICE)

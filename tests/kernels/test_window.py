@@ -6,7 +6,7 @@ from torch.autograd import grad
 
 from ndlightnet.ops import Position, axis_causal_attention
 from ndlightnet.ops.lightnet import _triton_window
-from ndlightnet_kernels import position as kernel_position
+from ndlightnet_kernels.position import NO_POSITION
 
 from .cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
 from .test_operators import CHECKS
@@ -121,13 +121,13 @@ def test_parts_are_the_whole(close):
 def test_opcheck():
     """Schema, fake implementation, autograd and dynamic shapes."""
     q, k, v = (torch.randn(1, 9, 2, 5, device=DEVICE, requires_grad=True) for _ in "qkv")
-    forget, where = torch.tensor([0.1, 0.0], device=DEVICE), kernel_position.Position()
-    given = (q, k, v, None, forget, 4, *where)
+    forget = torch.tensor([0.1, 0.0], device=DEVICE)
+    given = (q, k, v, None, forget, 4, *NO_POSITION)
     operator = torch.ops.ndlightnet.window_attention.default
     torch.library.opcheck(operator, given, test_utils=CHECKS)
     _, top, flag = _triton_window.window_operator(*given)
     plain = [x.detach() for x in (q, k, v)]
-    given = (*plain, None, forget, top, flag, torch.randn_like(plain[2]), 4, False, *where)
+    given = (*plain, None, forget, top, flag, torch.randn_like(plain[2]), 4, False, *NO_POSITION)
     operator = torch.ops.ndlightnet.window_attention_backward.default
     torch.library.opcheck(operator, given, test_utils=CHECKS)
 

@@ -3,6 +3,7 @@ when they are called, not before."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ndlightnet.layout import Ragged
-from ndlightnet.ops._operator import Operator
+from ndlightnet.ops._operator import Gradient, Operator
+from ndlightnet.ops.limits import axes_reason, sizes_reason
 
 # The last arguments: for samples end to end the table of their lines (lines, 3), and for each group
 # of lines its axis, a length that none exceeds, and the number of lines
@@ -38,77 +40,42 @@ def _tables(table: Tensor | None, groups: Sequence[int]) -> list[tuple[int, int,
     return list(zip(groups[0::3], groups[1::3], parts, strict=True))
 
 
-def _scan(
-    x: Tensor,
-    coef: Tensor,
-    log_decay: Tensor,
-    rcoef: Tensor | None,
-    rlog_decay: Tensor | None,
-    mask: Tensor | None,
-    residual: bool,
-    table: Tensor | None,
-    groups: Sequence[int],
-) -> Tensor:
+def _forward(*inputs: Any) -> Tensor:
     from ndlightnet_kernels import axis_scan
 
-    tables = _tables(table, groups)
-    return axis_scan.forward(x, coef, log_decay, rcoef, rlog_decay, mask, residual, tables)
+    return axis_scan.forward(*inputs[:-2], tables=_tables(*inputs[-2:]))
 
 
-def _scan_fake(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _scan_backward(
-    dy: Tensor,
-    x: Tensor,
-    coef: Tensor,
-    log_decay: Tensor,
-    rcoef: Tensor | None,
-    rlog_decay: Tensor | None,
-    mask: Tensor | None,
-    residual: bool,
-    table: Tensor | None,
-    groups: Sequence[int],
-) -> Any:
-    """Return gradients; those of the reverse direction are empty where there is none."""
+def _backward(*inputs: Any) -> Any:
     from ndlightnet_kernels import axis_scan
 
-    tables = _tables(table, groups)
-    grads = axis_scan.backward(dy, x, coef, log_decay, rcoef, rlog_decay, mask, residual, tables)
-    return tuple(coef.new_empty(0) if g is None else g for g in grads)
+    return axis_scan.backward(*inputs[:-2], tables=_tables(*inputs[-2:]))
 
 
-def _scan_backward_fake(dy: Tensor, x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None, *_: Any) -> Any:
-    forth = [y.new_empty(y.shape) for y in (x, coef, log_decay)]
-    back = [y.new_empty(y.shape if rcoef is not None else 0) for y in (coef, log_decay)]
-    return *forth, *back
+def _limits(x: Tensor, *_: Any, **__: Any) -> str:
+    from ndlightnet_kernels import axis_scan
+
+    return axes_reason(x.ndim - 2) or sizes_reason(x) or axis_scan.supported(x)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.residual, table, ctx.groups = inputs
-    ctx.save_for_backward(*tensors, table)
+def _flops(x: Sequence[int], coef: Sequence[int], rcoef: Sequence[int] | None, **_: Any) -> int:
+    """A state of each channel decays and is read, along each axis and way."""
+    return 4 * math.prod(x) * coef[0] * coef[2] * (1 if rcoef is None else 2)
 
 
-def _grads(ctx: Any, dy: Tensor) -> Any:
-    *tensors, table = ctx.saved_tensors
-    dx, dcoef, dlog, *back = scan_backward(dy, *tensors, ctx.residual, table, ctx.groups)
-    back = back if tensors[3] is not None else [None, None]
-    return dx, dcoef, dlog, *back, None, None, None, None
-
-
-scan_backward = Operator(
-    "axis_scan_backward(Tensor dy, Tensor x, Tensor coef, Tensor log_decay, Tensor? rcoef, "
-    f"Tensor? rlog_decay, Tensor? mask, bool residual, {LINES}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _scan_backward,
-    _scan_backward_fake,
+INPUTS = (
+    f"Tensor x, Tensor coef, Tensor log_decay, Tensor? rcoef, Tensor? rlog_decay, Tensor? mask, bool residual, {LINES}"
 )
 scan = Operator(
-    "axis_scan(Tensor x, Tensor coef, Tensor log_decay, Tensor? rcoef, Tensor? rlog_decay, "
-    f"Tensor? mask, bool residual, {LINES}) -> Tensor",
-    _scan,
-    _scan_fake,
-    _save,
-    _grads,
+    f"axis_scan({INPUTS}) -> Tensor y",
+    _forward,
+    lambda x, *_: x.new_empty(x.shape),
+    Gradient(
+        f"axis_scan_backward(Tensor dy, {INPUTS}) "
+        "-> (Tensor dx, Tensor dcoef, Tensor dlog_decay, Tensor drcoef, Tensor drlog_decay)",
+        _backward,
+    ),
+    flops=_flops,
+    implementations=("torch", "triton", "reference"),
+    limits=_limits,
 )

@@ -3,15 +3,22 @@ it, and the merge of frames' States."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ndlightnet.ops._operator import Operator
-from ndlightnet.ops.lightnet._triton import Flat, _dtheta, _fit, _like, _save, _saved, _state
+from ndlightnet.ops._operator import Gradient, Operator
+from ndlightnet.ops.dispatch import OPERATIONS, Operation
+from ndlightnet.ops.lightnet._triton import KERNELS, _attention_flops, _head_limits, _state, _theta_gradient
 from ndlightnet.ops.lightnet.state import State
-from ndlightnet_kernels.position import FIELDS, SCHEMA
+from ndlightnet.ops.position import Position
+from ndlightnet_kernels.position import FIELDS, SCHEMA, FlatPosition
+
+
+def _like(*xs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in xs)
 
 
 # -------------------------------------------------------------------------------------- causal
@@ -24,22 +31,23 @@ def _causal(
     top: Tensor | None,
     total: Tensor | None,
     memory: Tensor | None,
-    *position: Any,
+    *fields: Any,
 ) -> Any:
     """Return output, final State (max, sum, memory), and for the backward the States of all
     segments. The first State is (top, total, memory); if None, an empty one. forget: decay rates
     (heads,) float32."""
     from ndlightnet_kernels import causal
 
-    out, last, entry = causal.forward(q, k, v, mask, forget, (top, total, memory), Flat(*position))
+    out, last, entry = causal.forward(q, k, v, mask, forget, (top, total, memory), FlatPosition(*fields))
     return out, *last, *entry
 
 
-def _causal_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+def _causal_fake(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> Any:
     from ndlightnet_kernels import plans
 
-    parts, rows = plans.cut(k, v.shape[-1], Flat(*rest[-FIELDS:]).kind)[0], k.shape[0] * k.shape[2]
-    last = _state(k, v.shape[-1], rest)
+    fields = inputs[-FIELDS:]
+    parts, rows = plans.plan_segments(k, v.shape[-1], FlatPosition(*fields).kind)[0], k.shape[0] * k.shape[2]
+    last = _state(k, v.shape[-1], fields)
     states = zip(last, (parts + 1, parts, parts), strict=True)
     entry = [x.new_empty(rows, n, *x.shape[2:]) for x, n in states]
     return q.new_empty(v.shape), *last, *entry, k.new_empty(rows, parts, dtype=torch.int32)
@@ -55,65 +63,65 @@ def _causal_backward(
     total: Tensor,
     memory: Tensor,
     flag: Tensor,
-    dout: Tensor,
+    dout: Tensor | None,
     dtotal: Tensor | None,
     dmemory: Tensor | None,
     past: bool,
     learn: bool,
-    *position: Any,
+    *fields: Any,
 ) -> Any:
     from ndlightnet_kernels import causal_backward as kernels
 
-    where, entry = Flat(*position), (top, total, memory, flag)
-    return kernels.backward(q, k, v, mask, forget, entry, where, dout, dtotal, dmemory, past, learn)
+    position, entry = FlatPosition(*fields), (top, total, memory, flag)
+    dout = torch.zeros_like(v, dtype=q.dtype) if dout is None else dout
+    *grads, dtheta = kernels.backward(q, k, v, mask, forget, entry, position, dout, dtotal, dmemory, past, learn)
+    return *grads, _theta_gradient(dtheta, position.theta, learn)
 
 
-def _causal_backward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    past, before = rest[-FIELDS - 2], _state(k, v.shape[-1], rest)[1:]
-    if not past:
-        before = (before[0].new_empty(0), before[0].new_empty(0))
-    return *_like(q, k, v), *before, _dtheta(q, rest)
+def _causal_backward_fake(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> Any:
+    past, learn, *fields = inputs[-FIELDS - 2 :]
+    before = _state(k, v.shape[-1], fields)[1:] if past else (None, None)
+    theta = fields[0]
+    return *_like(q, k, v), *before, theta.new_empty(theta.shape) if learn else None
 
 
-def _causal_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.past = inputs[5] is not None
-    _save(ctx, inputs[8:], *inputs[:5], *output[4:])
-    ctx.mark_non_differentiable(output[1], *output[4:])
-    ctx.set_materialize_grads(False)  # often nothing depends on the final State
+def _causal_limits(
+    operation: str, x: Tensor, v: Tensor | None = None, *_: Any, position: Position | None = None
+) -> str:
+    rotary = position is not None and position.kind == "rotary"
+    reason = f"kind='rotary' in {operation}: expected 'cosine' or no position" if rotary else ""
+    return _head_limits(x, v, position=position) or reason
 
 
-def _causal_grads(
-    ctx: Any, dout: Tensor | None, _: None, dtotal: Tensor | None, dmemory: Tensor | None, *__: None
-) -> Any:
-    tensors, where, learn = _saved(ctx)
-    if dout is None:
-        dout = torch.zeros_like(tensors[2], dtype=tensors[0].dtype)
-    dq, dk, dv, dsum0, dmemory0, dtheta = causal_backward(*tensors, dout, dtotal, dmemory, ctx.past, learn, *where)
-    past = (None, dsum0, dmemory0) if ctx.past else (None, None, None)
-    return dq, dk, dv, None, None, *past, *_fit(dtheta, where.theta, learn)
-
-
-causal_backward = Operator(
-    "causal_attention_backward(Tensor q, Tensor k, Tensor v, Tensor? mask, "
-    "Tensor? forget, Tensor top, Tensor total, Tensor memory, Tensor flag, Tensor dout, "
-    f"Tensor? dtotal, Tensor? dmemory, bool past, bool learn, {SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _causal_backward,
-    _causal_backward_fake,
-)
+OPERATIONS["axis_causal_attention"] = Operation(KERNELS, partial(_causal_limits, "axis_causal_attention"))
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? forget"
 causal_operator = Operator(
-    "causal_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? forget, "
-    f"Tensor? top, Tensor? total, Tensor? memory, {SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"causal_attention({INPUTS}, Tensor? first_top, Tensor? first_total, Tensor? first_memory, {SCHEMA}) -> "
+    "(Tensor out, Tensor last_top, Tensor last_total, Tensor last_memory, "
+    "Tensor top, Tensor total, Tensor memory, Tensor flag)",
     _causal,
     _causal_fake,
-    _causal_save,
-    _causal_grads,
+    Gradient(
+        f"causal_attention_backward({INPUTS}, Tensor top, Tensor total, Tensor memory, Tensor flag, Tensor? dout, "
+        f"Tensor? dlast_total, Tensor? dlast_memory, bool has_first_total, bool needs_theta, {SCHEMA}) -> "
+        "(Tensor dq, Tensor dk, Tensor dv, Tensor dfirst_total, Tensor dfirst_memory, Tensor dtheta)",
+        _causal_backward,
+        _causal_backward_fake,
+    ),
+    flops=_attention_flops,
+    implementations=KERNELS,
+    limits=partial(_causal_limits, "causal_attention"),
 )
 
 
 def causal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, state: State | None, where: Flat
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    forget: Tensor | None,
+    state: State | None,
+    position: FlatPosition,
 ) -> tuple[Tensor, State]:
     """Run the operator. Heads too wide for a program go in blocks of key channels, which add up.
     forget: decay rates (heads,) float32."""
@@ -122,7 +130,7 @@ def causal(
     dim, blocks = k.shape[-1], plans.channel_blocks(k, v.shape[-1])
     if len(blocks) == 1:
         before = (None, None, None) if state is None else state
-        out, *after = causal_operator(q, k, v, mask, forget, *before, *where)
+        out, *after = causal_operator(q, k, v, mask, forget, *before, *position)
         return out, State(*after[:3])
     outs, states = [], []
     for block in blocks:
@@ -130,31 +138,37 @@ def causal(
         if state is not None:
             memory = torch.cat([m[:, :, block] for m in state.memory.split(dim, dim=2)], 2)
             past = (state.max[..., block], state.sum[..., block], memory)
-        out, *after = causal_operator(q[..., block], k[..., block], v, mask, forget, *past, *where.slots(block))
+        out, *after = causal_operator(q[..., block], k[..., block], v, mask, forget, *past, *position.slots(block))
         outs.append(out.float())
         states.append(State(*after[:3]))
-    halves = zip(*(p.memory.chunk(where.halves, 2) for p in states), strict=True)
+    halves = zip(*(p.memory.chunk(position.halves, 2) for p in states), strict=True)
     memory = torch.cat([part for half in halves for part in half], 2)
     top, total = (torch.cat([p[i] for p in states], -1) for i in (0, 1))
     return sum(outs[1:], outs[0]).to(q.dtype), State(top, total, memory)
 
 
 # ---------------------------------------------------------------------------------------- step
-def _step(q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, *position: Any) -> Any:
+def _step(q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, *fields: Any) -> Any:
     from ndlightnet_kernels import step
 
-    return step.step(q, k, v, top, total, memory, Flat(*position))
+    return step.step(q, k, v, top, total, memory, FlatPosition(*fields))
 
 
-def _step_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    return q.new_empty(v.shape), *_like(*rest[:3])
+def _step_limits(x: Tensor, v: Tensor | None = None, *others: Any, position: Position | None = None) -> str:
+    inputs = (x, v, *others, position and position.theta)
+    learnt = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in inputs)
+    reason = "a gradient: the kernel of a step has no backward; use torch.no_grad()" if learnt else ""
+    return reason or _causal_limits("attention_step", x, v, position=position)
 
 
 step = Operator(
-    "attention_step(Tensor q, Tensor k, Tensor v, Tensor top, Tensor total, Tensor memory, "
-    f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"attention_step(Tensor q, Tensor k, Tensor v, Tensor top, Tensor total, Tensor memory, {SCHEMA}) "
+    "-> (Tensor out, Tensor next_top, Tensor next_total, Tensor next_memory)",
     _step,
-    _step_fake,
+    lambda q, k, v, *inputs: (q.new_empty(v.shape), *_like(*inputs[:3])),
+    flops=_attention_flops,
+    implementations=KERNELS,
+    limits=_step_limits,
 )
 
 
@@ -165,41 +179,23 @@ def _merge(top: Tensor, total: Tensor, memory: Tensor, window: int) -> Any:
     return frames.sliding_merge(top, total, memory, window)
 
 
-def _merge_fake(top: Tensor, total: Tensor, memory: Tensor, window: int) -> Any:
-    return _like(top, total, memory)
-
-
 def _merge_backward(top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int) -> Any:
     from ndlightnet_kernels import frames
 
     return frames.sliding_merge_backward(top, after, dtotal, dmemory, window)
 
 
-def _merge_backward_fake(top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int) -> Any:
-    return _like(dtotal, dmemory)
-
-
-def _merge_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.window = inputs[3]
-    ctx.save_for_backward(inputs[0], output[0])
-    ctx.mark_non_differentiable(output[0])
-
-
-def _merge_grads(ctx: Any, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
-    grads = sliding_merge_backward(*ctx.saved_tensors, dtotal, dmemory, ctx.window)
-    return None, *grads, None
-
-
-sliding_merge_backward = Operator(
-    "sliding_merge_backward(Tensor top, Tensor after, Tensor dtotal, Tensor dmemory, "
-    "SymInt window) -> (Tensor, Tensor)",
-    _merge_backward,
-    _merge_backward_fake,
-)
 sliding_merge = Operator(
-    "sliding_merge(Tensor top, Tensor total, Tensor memory, SymInt window) -> (Tensor, Tensor, Tensor)",
+    "sliding_merge(Tensor top, Tensor total, Tensor memory, SymInt window) "
+    "-> (Tensor merged_top, Tensor merged_total, Tensor merged_memory)",
     _merge,
-    _merge_fake,
-    _merge_save,
-    _merge_grads,
+    lambda top, total, memory, _: _like(top, total, memory),
+    Gradient(
+        "sliding_merge_backward(Tensor top, Tensor merged_top, Tensor dmerged_total, Tensor dmerged_memory, "
+        "SymInt window) -> (Tensor dtotal, Tensor dmemory)",
+        _merge_backward,
+        lambda top, after, dtotal, dmemory, _: _like(dtotal, dmemory),
+    ),
+    implementations=("torch", "triton"),
+    limits=_head_limits,
 )

@@ -8,12 +8,13 @@ rows)`, with `(batch,)` in front where samples have different offsets.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ndlightnet.ops._operator import Operator
+from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.dtypes import accumulator, finest
 from ndlightnet.ops.lightnet.state import State, decay, tile
 from ndlightnet.ops.plain import plain
@@ -201,10 +202,8 @@ def _forward(
     return out.contiguous(), *state
 
 
-def _fake(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, top: Tensor, total: Tensor, memory: Tensor
-) -> Any:
-    return tuple(x.new_empty(x.shape, dtype=accumulator(k)) for x in (v, top, total, memory))
+def _fake(f: Tensor, k: Tensor, v: Tensor, w: Any, rates: Any, *state: Tensor) -> Any:
+    return tuple(x.new_empty(x.shape, dtype=accumulator(k)) for x in (v, *state))
 
 
 def _backward(
@@ -220,47 +219,24 @@ def _backward(
     dtotal: Tensor,
     dmemory: Tensor,
 ) -> Any:
+    inputs = (f, k, v, w, total, memory)
     grads = causal_gradients(f, k, v, w, rates, State(top, total, memory), dout, dtotal, dmemory)
-    return tuple(x.contiguous() for x in grads)
-
-
-def _backward_fake(
-    f: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor | None,
-    rates: Tensor | None,
-    top: Tensor,
-    total: Tensor,
-    memory: Tensor,
-    *_: Tensor,
-) -> Any:
-    acc = accumulator(k)
-    dw = f.new_empty(0, dtype=acc) if w is None else w.new_empty(w.shape, dtype=acc)
-    past = (x.new_empty(x.shape, dtype=acc) for x in (total, memory))
-    return *(x.new_empty(x.shape) for x in (f, k, v)), dw, *past
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _grads(ctx: Any, dout: Tensor, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
-    saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
-    df, dk, dv, dw, dsum0, dmemory0 = causal_backward(*saved, dout, dtotal, dmemory)
-    w = saved[3]
-    return df, dk, dv, None if w is None else dw.to(w.dtype), None, None, dsum0, dmemory0
+    pairs = zip(grads, inputs, strict=True)
+    return tuple(None if like is None else x.to(like.dtype).contiguous() for x, like in pairs)
 
 
 INPUTS = "Tensor f, Tensor k, Tensor v, Tensor? w, Tensor? rates, Tensor top, Tensor total, Tensor memory"
-causal_backward = Operator(
-    f"causal_backward({INPUTS}, Tensor dout, Tensor dtotal, Tensor dmemory) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_fake,
+operator = Operator(
+    f"causal({INPUTS}) -> (Tensor out, Tensor last_top, Tensor last_total, Tensor last_memory)",
+    _forward,
+    _fake,
+    Gradient(
+        f"causal_backward({INPUTS}, Tensor dout, Tensor dlast_total, Tensor dlast_memory) "
+        "-> (Tensor df, Tensor dk, Tensor dv, Tensor dw, Tensor dtotal, Tensor dmemory)",
+        _backward,
+    ),
+    flops=lambda f, v, **_: 4 * math.prod(f) * v[-1],  # query features have both halves
 )
-operator = Operator(f"causal({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)", _forward, _fake, _save, _grads)
 
 
 def causal(*inputs: Any) -> Any:

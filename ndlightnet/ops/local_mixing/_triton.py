@@ -3,6 +3,7 @@ imported when they are called, not before."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ndlightnet.layout import Grid, Layout, Ragged
-from ndlightnet.ops._operator import Operator
+from ndlightnet.ops._operator import Gradient, Operator
+from ndlightnet.ops.limits import axes_reason, sizes_reason
 from ndlightnet.ops.local_mixing import shifts
 from ndlightnet.ops.local_mixing.offsets import Offsets
 
@@ -52,87 +54,49 @@ def _offsets(flat: Sequence[int], axes: int) -> Offsets:
     return tuple(tuple(flat[i : i + axes]) for i in range(0, len(flat), axes))
 
 
-def _mix(
-    x: Tensor,
-    weight: Tensor,
-    mask: Tensor | None,
-    table: Tensor | None,
-    back_table: Tensor | None,
-    shape: Sequence[int],
-    box: Sequence[int],
-    back_box: Sequence[int],
-    offsets: Sequence[int],
-) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, mask: Tensor | None, *where: Any) -> Tensor:
     from ndlightnet_kernels import local_mixing as kernels
 
-    return kernels.mix(x, weight, mask, shape, table, box, _offsets(offsets, len(shape)))
+    at = Where(*where)
+    return kernels.mix(x, weight, mask, at.shape, at.table, at.box, _offsets(at.offsets, len(at.shape)))
 
 
-def _mix_lowered(
-    x: Tensor,
-    weight: Tensor,
-    mask: Tensor | None,
-    table: Tensor | None,
-    back_table: Tensor | None,
-    shape: Sequence[int],
-    box: Sequence[int],
-    back_box: Sequence[int],
-    offsets: Sequence[int],
-) -> Tensor:
+def _lowered(x: Tensor, weight: Tensor, mask: Tensor | None, *where: Any) -> Tensor:
     """The torch form, as AOTInductor cannot write down a plan of lines, a constant of the kernel,
     and fuses these sums itself."""
+    at = Where(*where)
     x = x if mask is None else x.masked_fill(~mask[..., None], 0)
-    return shifts.on_grid(x, weight, _offsets(offsets, len(shape)), Grid(tuple(shape)))
+    return shifts.on_grid(x, weight, _offsets(at.offsets, len(at.shape)), Grid(tuple(at.shape)))
 
 
-def _mix_fake(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _gradients(
-    du: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mask: Tensor | None,
-    table: Tensor | None,
-    back_table: Tensor | None,
-    shape: Sequence[int],
-    box: Sequence[int],
-    back_box: Sequence[int],
-    offsets: Sequence[int],
-) -> Any:
+def _backward(du: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, *where: Any) -> Any:
     from ndlightnet_kernels import local_mixing as kernels
 
-    taps = _offsets(offsets, len(shape))
-    dx, dweight = kernels.backward(du, x, weight, mask, shape, back_table, back_box, taps)
+    at = Where(*where)
+    taps = _offsets(at.offsets, len(at.shape))
+    dx, dweight = kernels.backward(du, x, weight, mask, at.shape, at.back_table, at.back_box, taps)
     if dx is None:
-        dx = kernels.mix(du, weight, mask, shape, table, box, taps, transposed=True)
+        dx = kernels.mix(du, weight, mask, at.shape, at.table, at.box, taps, transposed=True)
     return dx, dweight
 
 
-def _gradients_fake(du: Tensor, x: Tensor, weight: Tensor, *_: Any) -> Any:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+def _limits(x: Tensor, _: Any = None, weight: Tensor | None = None, **__: Any) -> str:
+    from ndlightnet_kernels import local_mixing as kernels
+
+    return axes_reason(x.ndim - 2) or sizes_reason(x) or kernels.supported(0 if weight is None else len(weight))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, mask, table, back_table, *ctx.where = inputs
-    ctx.save_for_backward(x, weight, mask, table, back_table)
-
-
-def _backward(ctx: Any, du: Tensor) -> Any:
-    return *_local_mixing_backward(du, *ctx.saved_tensors, *ctx.where), *[None] * 7
-
-
-_local_mixing_backward = Operator(
-    f"local_mixing_backward(Tensor du, Tensor x, Tensor weight, Tensor? mask, {WHERE}) -> (Tensor, Tensor)",
-    _gradients,
-    _gradients_fake,
-)
 mix = Operator(
-    f"local_mixing(Tensor x, Tensor weight, Tensor? mask, {WHERE}) -> Tensor",
-    _mix,
-    _mix_fake,
-    _save,
-    _backward,
-    lowered=_mix_lowered,
+    f"local_mixing(Tensor x, Tensor weight, Tensor? mask, {WHERE}) -> Tensor u",
+    _forward,
+    lambda x, *_: x.new_empty(x.shape),
+    Gradient(
+        f"local_mixing_backward(Tensor du, Tensor x, Tensor weight, Tensor? mask, {WHERE}) "
+        "-> (Tensor dx, Tensor dweight)",
+        _backward,
+    ),
+    lowered=_lowered,
+    flops=lambda x, weight, **_: 2 * math.prod(x) * weight[0],
+    implementations=("torch", "triton", "reference"),
+    limits=_limits,
 )

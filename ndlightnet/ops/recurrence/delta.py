@@ -28,6 +28,8 @@ from ndlightnet.ops.recurrence.chunks import Decay, exact, from_chunks, inverse,
 from ndlightnet.ops.recurrence.gated import after, check, log_decay_gradient
 from ndlightnet.ops.recurrence.scan import MATRIX, adjoints, before, memories
 
+fla.declare("gated_delta_rule")
+
 
 def gated_delta_rule(
     q: Tensor,

@@ -31,6 +31,8 @@ from ndlightnet.ops.recurrence.chunks import (
 )
 from ndlightnet.ops.recurrence.scan import adjoints, before, memories
 
+fla.declare("gated_linear_attention")
+
 
 def gated_linear_attention(
     q: Tensor,
