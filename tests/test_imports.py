@@ -16,12 +16,14 @@ ORDER = (
     ("ndlightnet", "ndlightnet.models", "ndlightnet.inference", "ndlightnet.integrations"),
     ("ndlightnet.nn",),
     ("ndlightnet.ops",),
+    ("ndlightnet.parallel",),
     ("ndlightnet_kernels",),
 )
 # room -> the only rooms of ours that it may import; `data` is imported by training and tasks alone
 CLOSED = {
     "ndlightnet.data": {"ndlightnet.data", "ndlightnet.layout"},
     "ndlightnet.layout": {"ndlightnet.layout"},
+    "ndlightnet.parallel": {"ndlightnet.parallel", "ndlightnet.layout"},
     "ndlightnet_kernels": {"ndlightnet_kernels"},
 }
 ONLY_UNDER = {
@@ -110,6 +112,8 @@ def test_every_import_goes_downward():
         ("ndlightnet/models/x.py", "from ndlightnet.data import video"),
         ("ndlightnet/layout/x.py", "from ndlightnet.ops import State"),
         ("ndlightnet/layout/x.py", "from ndlightnet.nn.patch import Patchify"),
+        ("ndlightnet/parallel/x.py", "from ndlightnet.ops import State"),
+        ("ndlightnet/layout/x.py", "from ndlightnet.parallel import Slab"),
         ("ndlightnet/data/x.py", "from ndlightnet.inference import predict_volume"),
         ("ndlightnet/training/x.py", "from tasks.video_cls import main"),
         ("kernels/ndlightnet_kernels/x.py", "from ndlightnet.ops.lightnet.state import State"),
@@ -137,6 +141,7 @@ def test_an_upward_import_is_caught(path, source):
         ("ndlightnet/data/x.py", "import monai\nfrom ndlightnet.layout import per_axis"),
         ("ndlightnet/data/x.py", "from ndlightnet.layout import pack"),
         ("ndlightnet/ops/x.py", "from ndlightnet.layout import Ragged"),
+        ("ndlightnet/ops/x.py", "from ndlightnet.parallel import add_planes"),
         ("ndlightnet/bench/x.py", "from ndlightnet.layout import Grid"),
         ("kernels/ndlightnet_kernels/x.py", "import triton"),
         ("tasks/x.py", "from ndlightnet.training import run"),

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import Boxed, Grid, Layout, Packed, Part, pack
+from ndlightnet.layout import Boxed, Grid, Layout, Packed, pack
 from ndlightnet.layout.base import check_integers, check_not_empty
-from ndlightnet.layout.shard import layout_of, layout_of_pack, layout_of_tokens
 from ndlightnet.models.config import recorded
 from ndlightnet.models.features import Backbone, adapt_in_chans, shaped
 from ndlightnet.models.other_names import accept_other_names
@@ -27,6 +26,7 @@ from ndlightnet.nn.patch import PatchEmbed, Patchify
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.nn.stem import ConvStem
 from ndlightnet.ops.dtypes import check_not_wider, check_tensors
+from ndlightnet.parallel import layout_of, layout_of_pack, layout_of_tokens
 
 
 class NDLightNet(Backbone):
@@ -266,7 +266,7 @@ class NDLightNet(Backbone):
             if mask is not None and self.vocab_size is None:
                 x = x.masked_fill(~mask[:, None], 0)
             x, mask = self.embed(x), self.token_mask(mask)
-            layout = cells.strided(self.slab_multiples) if isinstance(cells, Part) else Grid.of(x)
+            layout = cells.strided(self.slab_multiples) if cells.shared else Grid.of(x)
             tokens, mask = layout.flatten(x), layout.flatten_mask(mask)
         # the residual stream stays in the parameters' precision under autocast
         dtype = self._weight.dtype

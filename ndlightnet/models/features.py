@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Boxed, Exchange, Grid, Layout, Packed, Part, Shard, activated, per_axis
-from ndlightnet.layout.shard import refuse_shards
+from ndlightnet.layout import Boxed, Grid, Layout, Packed, per_axis
 from ndlightnet.models.hub import Pretrained
-from ndlightnet.models.large import Large, Sweeper
+from ndlightnet.models.large import Large
 from ndlightnet.nn.patch import PatchEmbed, Patchify
 from ndlightnet.ops.dtypes import check_not_wider
+from ndlightnet.parallel import Exchange, Shard, Slab, activated, refuse_shards
+from ndlightnet.parallel.turns import Sweeper
 
 FORMS = ("NCHW", "NHWC", "NLC")
 # layers that take the channels of the input, of NDLightNet and of both kinds of NDLightUNet
@@ -68,8 +69,8 @@ class Backbone(Pretrained, Large):
             with activated(Shard(exchange, sweeper.axis, sweeper.sizes)):
                 return self._embedded(x, None)[0]
 
-        def layout(exchange: Exchange) -> Part:
-            cells = sweeper.part(exchange, spaces[exchange.rank])
+        def layout(exchange: Exchange) -> Slab:
+            cells = sweeper.slab(exchange, spaces[exchange.rank])
             return cells.strided(self.slab_multiples)
 
         def through(block: Any, exchange: Exchange, x: Tensor) -> Tensor:
@@ -268,7 +269,7 @@ def _resize(old: int, new: int) -> Tensor:
 
 def shaped(x: Tensor, layout: Layout, form: str) -> Any:
     """Shape tokens (batch, length, dim) as one of FORMS; those of a pack are Packed."""
-    if not isinstance(layout, Grid):
+    if not isinstance(layout, Grid):  # samples of different shapes have no tensor of one shape
         return Packed(layout.unflatten(x), layout)  # type: ignore[arg-type]
     if form == "NLC":
         return x

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
-from ndlightnet.layout import Grid, Part, is_sharded, layout_of
 from ndlightnet.models.graphs import Graphs, clone
 from ndlightnet.ops.dtypes import check_tensors
+from ndlightnet.parallel import is_sharded, layout_of
 
 
 class StreamState(NamedTuple):
@@ -55,9 +54,7 @@ def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamSt
     if state.space is None:
         space = tuple(x.shape[2:-1])
         state = state._replace(space=space, **_first(model, x.shape[0], space, x.device))
-    layout = Grid.of(x)
-    if isinstance(chunk, Part):  # the frames that wait are as the chunk's
-        layout = replace(chunk.strided(model.slab_multiples), shape=layout.shape)
+    layout = chunk.strided(model.slab_multiples, tuple(x.shape[1:-1]))  # frames that waited are as the chunk's
     tpe, layers = state.tpe, []
     if model.tpe is not None:
         x, tpe = model.tpe.advance(x, tpe, layout)
@@ -65,13 +62,13 @@ def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamSt
         x, memory = block.advance(x, memory, state.frames, layout)
         layers.append(memory)
     x = model.norm(x)
-    total, count = layout.sums(x.flatten(1, -2).to(state.total.dtype))
+    total = layout.total(layout.sums(x.flatten(1, -2).to(state.total.dtype)))
     return x, state._replace(
         frames=state.frames + x.shape[1],
         tpe=tpe,
         layers=tuple(layers),
         total=state.total + total,
-        tokens=state.tokens + count,
+        tokens=state.tokens + layout.whole.length,
     )
 
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ndlightnet import NDLightNet, NDLightUNet, SoftmaxAttention, shard_grid
-from ndlightnet.layout import Processes
+from ndlightnet.parallel import Processes
 from ndlightnet.training.peers import DynUNet
 from ndlightnet_evidence import memory, processes, runner, shard_model, tables
 
@@ -180,15 +180,15 @@ class Counted(Processes):
 
     bytes_sent: int = 0
 
-    def all_to_all(self, flat: Tensor, *sizes: list[int]) -> tuple[Tensor, Any]:
+    def all_to_all_single(self, flat: Tensor, *sizes: list[int]) -> tuple[Tensor, Any]:
         Counted.bytes_sent += flat.numel() * flat.element_size()
-        return super().all_to_all(flat, *sizes)
+        return super().all_to_all_single(flat, *sizes)
 
 
 def scaled(grid: Sequence[int], batch: int, shared: bool, steps: int = 12) -> Run:
     """Measure a whole training step on `grid` tokens: from a CUDA graph, and eager. shared: these
     are a slab of the samples; else each process has samples of its own, and exchanges nothing."""
-    import ndlightnet.layout.shard as shard
+    import ndlightnet.parallel.shard as shard
 
     shard.Processes = Counted  # type: ignore[attr-defined, misc]
     torch.manual_seed(0)

@@ -34,7 +34,7 @@ class WithLocal(StreamingMixer):
     Parameters: those of the mixer and taps * dim (the channels of its values), twice for "both".
     """
 
-    ragged, boxes = True, True
+    ragged, mergeable = True, True
 
     def __init__(
         self,
