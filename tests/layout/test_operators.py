@@ -13,10 +13,13 @@ from torch import Tensor
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.block import DropPath
 from ndlightnet.nn.convolutional import ConvBlock, NormSiLU
+from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.ops import Position, axis_causal_attention, axis_scan, global_attention
 from ndlightnet.ops.local_mixing import dense, local_mixing, star
+from ndlightnet.parallel import Slab
 
 from .arrangements import BOXES, GRIDS, PACKS, PACKS_OF_SLABS, SLABS, Arrangement
+from .threads import on_threads
 
 HEADS, DIM = 2, 8
 Weights = dict[str, Tensor]
@@ -223,3 +226,56 @@ def test_convolutions_and_norms_see_the_whole(kind, arrangement):
 
     expected = convolve(layer, Grid(arrangement.shapes[0]), {"x": torch.stack(samples).flatten(1, dims)}, None, {})
     torch.testing.assert_close(torch.stack(arrangement.joined(arrangement.run(run))).flatten(1, dims), expected)
+
+
+STATE = HEADS * (2 * DIM + 2 * DIM * 3)  # numbers of a sample's State with angles
+SENT = {  # by the first of two slabs of 3 and 2 planes of 4 cells: collectives, numbers for each sample
+    "global, cosine": (1, STATE),
+    "pool": (1, DIM),
+    "causal, cosine, window=None, forget=0.0": (1, STATE),
+    "causal, cosine, window=3, forget=0.0": (1, 2 * STATE),
+    "causal, None, window=1, forget=0.0": (0, 0),
+    "scan": (2, 3 * 4 * (DIM // 2) + 2 * 4 * (DIM // 2 + 1)),
+    "mixing, star": (1, 4 * DIM),
+    "mixing, box of 2": (1, 2 * 4 * DIM),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_what_slabs_send(name):
+    slabs, operation, sent = SLABS[1], OPERATIONS[name], []
+    weights = {key: torch.randn(size).double() for key, size in operation.weights(2).items()}
+
+    def run(layout: Layout, rank: int) -> None:
+        x = {key: torch.randn(2, layout.length, *size).double() for key, size in operation.inputs.items()}
+        operation.run(layout, x, None, weights)
+        exchange: Any = layout.exchange  # type: ignore[attr-defined]
+        sent.append((rank, exchange.calls, exchange.numbers / 2))
+
+    slabs.run(run)
+    assert sorted(sent)[0][1:] == SENT[name]
+    assert len({calls for _, calls, _ in sent}) == 1
+
+
+def test_an_exchange_is_awaited_when_its_result_is_needed():
+    """Local mixing begun before an attention sends its planes before the attention's States."""
+    order: list[str] = []
+
+    class Noted(Slab):
+        def halo(self, *inputs: Any) -> Any:
+            x, received = super().halo(*inputs)
+            order.append("begin")
+            return x, lambda: order.append("wait") or received()
+
+        def merge(self, state: Any) -> Any:
+            order.append("merge")
+            return super().merge(state)
+
+    mixer = LightNetAttention(8, heads=2, dims=2).double()
+
+    def run(exchange: Any) -> None:
+        layout = Noted((2, 3), axis=0, sizes=(2,), exchange=exchange)
+        mixer(torch.randn(1, 6, 8, dtype=torch.float64), layout=layout)
+
+    on_threads(1, run)
+    assert order == ["begin", "merge", "wait"]
