@@ -1,6 +1,6 @@
 """LightNet attention for sequences, images, videos and volumes: one network, any number of axes."""
 
-from ndlightnet.layout import Grid, Packed, Ragged, pack, shard_grid
+from ndlightnet.layout import Grid, Packed, Ragged, pack
 from ndlightnet.models import NDLightDiT, NDLightNet, NDLightUNet, ndlightnet_base, ndlightnet_small, ndlightnet_tiny
 from ndlightnet.nn import MultiheadAttention, mixers
 from ndlightnet.nn.mixers import Identity, LightNetAttention, SoftmaxAttention
@@ -14,6 +14,7 @@ from ndlightnet.ops import (
     read,
     summarize,
 )
+from ndlightnet.parallel import shard_grid
 from ndlightnet.version import __version__
 
 __all__ = [

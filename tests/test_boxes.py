@@ -9,7 +9,7 @@ from ndlightnet import NDLightNet
 from ndlightnet.layout import Boxed, Boxes, Grid, cut_patches, draw_boxes
 from ndlightnet.nn.mixers import GLA, Identity, LightNetAttention, SoftmaxAttention, WithLocal
 from ndlightnet.ops import Position, global_attention, read, summarize
-from ndlightnet.ops.lightnet.state import merge, merge_rows
+from ndlightnet.ops.lightnet.state import State, merge
 
 # patch, box, boxes along each axis
 SHAPES = {
@@ -99,25 +99,33 @@ def test_wrong_sizes():
         draw_boxes(torch.randn(1, 1, 4, 2), (2, 2), 0, 0.5)
 
 
+def joined(states, count):
+    """The State of each sample, which all its rows have."""
+    merged = Boxes((5,), None, count).merge(states)
+    rows = [State(*(x[first::count] for x in merged)) for first in range(count)]
+    assert all(torch.equal(x, y) for one in rows for x, y in zip(one, rows[0], strict=True))
+    return rows[0]
+
+
 def test_states_merge_as_two_by_two():
     torch.manual_seed(0)
     k = torch.randn(6, 5, 2, 4, dtype=torch.float64, requires_grad=True)
     v = torch.randn(6, 5, 2, 3, dtype=torch.float64, requires_grad=True)
     states = summarize(30 * k, v)
-    found = merge_rows(states, 3)
+    found = joined(states, 3)
     for row in range(2):
         first, second, third = (type(states)(*(x[3 * row + n, None] for x in states)) for n in range(3))
         expected = merge(merge(first, second), third)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a[row, None], b)
     q = torch.randn(1, 2, 2, 4, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda k, v: read(q, merge_rows(summarize(k, v), 3)), (k[:3], v[:3]))
+    assert torch.autograd.gradcheck(lambda k, v: read(q, joined(summarize(k, v), 3)), (k[:3], v[:3]))
 
 
 def test_rows_without_tokens_merge():
     k, v = torch.randn(4, 3, 2, 4), torch.randn(4, 3, 2, 4)
     mask = torch.tensor([True, False, False, False])[:, None].expand(4, 3)
-    found = merge_rows(summarize(k, v, mask=mask), 2)
+    found = joined(summarize(k, v, mask=mask), 2)
     alone = summarize(k[:1], v[:1])
     torch.testing.assert_close(found.memory[0], alone.memory[0])
     assert (found.memory[1] == 0).all() and (found.max[1] == -torch.inf).all()
@@ -157,8 +165,8 @@ def test_attention_reads_all_boxes_of_its_sample(dims, kind, impl):
 def test_both_ways_to_join_boxes_agree(tokens, merged, monkeypatch):
     """States of boxes of as many tokens as they have rows (8) are merged, tokens of smaller ones
     are joined; masks in both."""
-    spied = Mock(wraps=merge_rows)
-    monkeypatch.setattr("ndlightnet.ops.lightnet.attention.merge_rows", spied)
+    spied = Mock(wraps=State.merged)
+    monkeypatch.setattr(State, "merged", lambda *states: spied(*states))
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 6, tokens, 2, 4, dtype=torch.float64).unbind(0)
     mask = torch.rand(6, tokens) > 0.3
@@ -235,7 +243,7 @@ def test_what_a_network_does_not_do_with_boxes():
     ):
         with pytest.raises(ValueError, match=r"boxes of cells .*: expected \(in_chans="):
             other.forward_features(kept)
-    with pytest.raises(ValueError, match="LightNetAttention takes whole samples"):
+    with pytest.raises(ValueError, match="expected whole samples in a causal form"):
         LightNetAttention(24)(torch.randn(4, 6, 24), layout=Boxes((2, 3), (0, 0), 2), causal=True)
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from ndlightnet.layout import wide
+from ndlightnet.parallel import copies
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(wide, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(copies, "DEVICES", ("cpu", "cuda"))
 
 
 def rows(dtype, *shape):
@@ -24,11 +24,11 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
 def test_copy(dtype, first, last):
     x = rows(dtype, 3, 5, 64)[:, 1:4, first:last]
     aligned = first % 16 == 0 and last % 16 == 0
-    assert wide._wide(x)[0].is_complex() == aligned
+    assert copies._wide(x)[0].is_complex() == aligned
     place = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    wide.copy(x, place)
+    copies.copy(x, place)
     assert torch.equal(place, x)
-    wide.copy(torch.zeros(()), torch.ones(()))
+    copies.copy(torch.zeros(()), torch.ones(()))
 
 
 @pytest.mark.parametrize("sizes", [(32, 32), (16, 48), (13, 51), (0, 64)])
@@ -41,10 +41,10 @@ def test_split_and_cat(sizes, dim, close_grads):
         first, second = split(x * 2, sizes, dim)
         return cat([second, y, first.sin()], dim)
 
-    ours = both(wide.split, wide.cat)
+    ours = both(copies.split, copies.cat)
     theirs = both(lambda x, sizes, dim: x.split(sizes, dim), torch.cat)
     assert torch.equal(ours, theirs)
     close_grads(ours, theirs, [x, y], 1e-15)
     assert torch.autograd.gradgradcheck(
-        lambda x: wide.cat(wide.split(x * x, (1, 2), 1), 1), rows(torch.float64, 2, 3).requires_grad_()
+        lambda x: copies.cat(copies.split(x * x, (1, 2), 1), 1), rows(torch.float64, 2, 3).requires_grad_()
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,21 +23,40 @@ class Boxes(Grid):
 
     count: int = 1
 
+    @property
+    def shared(self) -> bool:  # type: ignore[override]
+        return self.count > 1
+
     def samples(self, batch: int) -> int:
         return batch // self.count
+
+    def merge(self, state: Any) -> Any:
+        kind = type(state)
+        merged = kind(*(x.unflatten(0, (-1, self.count)) for x in state)).merged(1)
+        return kind(*(x.repeat_interleave(self.count, 0) for x in merged))
+
+    def before(self, state: Any, after: Callable[[], Any], window: int | None, forget: Any) -> Any:
+        if self.shared:
+            raise ValueError(f"{self}: its rows are boxes of samples, expected whole samples in a causal form")
+        return state
+
+    def total(self, sums: Tensor) -> Tensor:
+        return sums.unflatten(0, (-1, self.count)).sum(1)
+
+    def join(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, self.count)).flatten(1, 2)
+
+    def divide(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (self.count, -1)).flatten(0, 1)
+
+    def token_counts(self, device: torch.device) -> int:
+        return self.count * self.length
 
     def spread_samples(self, values: Tensor) -> Tensor:
         return values.repeat_interleave(self.count, 0)[:, None]
 
     def pool(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        joined = x.reshape(-1, self.count * self.length, x.shape[-1])
-        joint = None if mask is None else mask.reshape(-1, self.count * self.length)
-        return Grid((self.count * self.length,)).pool(joined, joint)
-
-    def map_samples(self, function: Callable[..., Tensor], *xs: Tensor | None) -> Tensor:
-        if self.count > 1:
-            raise ValueError(f"{self}: its rows are parts of samples, expected whole samples")
-        return super().map_samples(function, *xs)
+        return Grid((self.count * self.length,)).pool(self.join(x), None if mask is None else self.join(mask))
 
 
 @dataclass

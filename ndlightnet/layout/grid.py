@@ -38,6 +38,11 @@ class Grid(Layout):
         """Return the grid of one frame."""
         return Grid(self.shape[1:])
 
+    def strided(self, step: Shape, shape: Shape | None = None) -> Grid:
+        """Return the grid whose cells are blocks of `step` cells: of ceil(size / step), or of this
+        shape."""
+        return Grid(tuple(-(-n // by) for n, by in zip(self.shape, step, strict=True)) if shape is None else shape)
+
     def longer(self, frames: int) -> Grid:
         """Return the grid with so many more frames, without an offset."""
         return replace(self, shape=(self.shape[0] + frames, *self.shape[1:]), offset=None)
@@ -86,10 +91,17 @@ class Grid(Layout):
     def samples(self, batch: int) -> int:
         return batch
 
+    def sums(self, x: Tensor) -> Tensor:
+        return x.sum(1)
+
+    def token_counts(self, device: torch.device) -> int:
+        return self.length
+
     def spread_samples(self, values: Tensor) -> Tensor:
         return values[:, None]
 
     def pool(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the mean over the tokens of each sample, as torch sums them in the dtype of x."""
         if mask is None:
             return x.mean(1)
         count = mask.sum(1).clamp(min=1)[:, None]
@@ -103,10 +115,6 @@ class Grid(Layout):
             return x
         lines = function(self.lines(self.unflatten(x), axis))
         return self.flatten(self.unlines(lines, axis))
-
-    def sums(self, x: Tensor) -> tuple[Tensor, int]:
-        """Return the sum over the tokens (batch, length, dim) of each sample, and their number."""
-        return x.sum(1), self.length
 
     def spread(self, values: Tensor, axis: int) -> Tensor:
         """Expand values along one axis, `(grid[axis], ...)`, to all tokens: `(*grid, ...)`."""
@@ -136,3 +144,10 @@ class Grid(Layout):
         rest = self.shape[:axis] + self.shape[axis + 1 :]
         x = (x.flip(1) if reverse else x).unflatten(1, (*rest, self.shape[axis]))
         return self.flatten(x.movedim(self.ndim, 1 + axis))
+
+
+def as_layout(layout: Layout | Shape | int) -> Layout:
+    """Return a layout: the one given, or that of a grid of this shape, or of so many frames."""
+    if isinstance(layout, tuple):
+        return Grid(layout)
+    return Grid((layout,)) if isinstance(layout, int) else layout

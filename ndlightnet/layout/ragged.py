@@ -37,7 +37,7 @@ class Ragged(Layout):
         self.lengths = tuple(Grid(shape).length for shape in self.shapes)
         self.offsets = (0, *accumulate(self.lengths))
         self.length = self.offsets[-1]
-        self._made: dict[Any, Any] = {}
+        self._tables: dict[Any, Any] = {}
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -45,11 +45,10 @@ class Ragged(Layout):
     def __repr__(self) -> str:
         return f"Ragged({self.shapes})"
 
-    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the result of `make`, cached under this key."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+    def table(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._tables:
+            self._tables[key] = make()
+        return self._tables[key]
 
     def flatten(self, x: Tensor) -> Tensor:
         return x[None]
@@ -63,6 +62,11 @@ class Ragged(Layout):
             return self.flatten(x)
         return x if lead == (1, self.length) else None
 
+    def check_flat(self, x: Tensor) -> None:
+        super().check_flat(x)
+        if x.shape[0] != 1:
+            raise ValueError(f"x {tuple(x.shape)}: expected (1, {self.length}, dim) of {self}")
+
     def _form(self, *trailing: str) -> str:
         return f"({', '.join([str(self.length), *trailing])}{'' if trailing else ','})"
 
@@ -75,23 +79,22 @@ class Ragged(Layout):
     def spread_samples(self, values: Tensor) -> Tensor:
         return values[self.sample_of_token(values.device)][None]
 
-    def pool(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        exact = x[0].to(torch.promote_types(x.dtype, torch.float32))
-        if mask is None:
-            sizes = self.sizes(x.device)
-        else:
-            exact = exact.masked_fill(~mask[0, :, None], 0)
-            sizes = self._sum(mask[0].to(torch.int64))
-        return (self._sum(exact) / sizes.clamp(min=1)[:, None]).to(x.dtype)
+    def sums(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(self), x.shape[-1]).index_add(0, self.sample_of_token(x.device), x[0])
 
-    def _sum(self, x: Tensor) -> Tensor:
-        """Sum over the tokens of each sample: (length, ...) -> (samples, ...)."""
-        return x.new_zeros(len(self), *x.shape[1:]).index_add(0, self.sample_of_token(x.device), x)
+    def token_counts(self, device: torch.device) -> Tensor:
+        counts: Tensor = self.table(
+            ("counts", device), lambda: torch.tensor(self.lengths, device=device).clamp(min=1)[:, None]
+        )
+        return counts
 
     def map_samples(self, function: Callable[..., Tensor], *xs: Tensor | None) -> Tensor:
-        parts = [[None] * len(self) if x is None else x.split(self.lengths, 1) for x in xs]
-        grids = map(Grid, self.shapes)
-        return torch.cat([function(*part) for part in zip(grids, *parts, strict=True)], 1)
+        rows = [[None] * len(self) if x is None else x.split(self.lengths, 1) for x in xs]
+        return torch.cat([function(*row) for row in zip(self.grids(), *rows, strict=True)], 1)
+
+    def grids(self) -> Iterable[Grid]:
+        """Return the layout of each sample."""
+        return map(Grid, self.shapes)
 
     def map_lines(self, function: Callable[[Tensor], Tensor], x: Tensor, axis: int) -> Tensor:
         # one more row, of zeros, for the positions beyond the end of a line
@@ -118,15 +121,11 @@ class Ragged(Layout):
 
         def make() -> Tensor:
             rows = torch.arange(len(self), device=device)
-            return rows.repeat_interleave(self.sizes(device), output_size=self.length)
+            lengths = torch.tensor(self.lengths, device=device)
+            return rows.repeat_interleave(lengths, output_size=self.length)
 
-        made: Tensor = self.cached(("sample_of_token", device), make)
-        return made
-
-    def sizes(self, device: torch.device) -> Tensor:
-        """Return the number of tokens of every sample, (samples,) int64."""
-        made: Tensor = self.cached(("sizes", device), lambda: torch.tensor(self.lengths, device=device))
-        return made
+        table: Tensor = self.table(("sample_of_token", device), make)
+        return table
 
     def frames(self, device: torch.device) -> tuple[Ragged, Tensor, int]:
         """Return a Ragged whose samples are the frames (steps of the first axis) of all samples;
@@ -141,13 +140,13 @@ class Ragged(Layout):
             at = [row * longest + i for row, n in enumerate(frames) for i in range(n)]
             return Ragged(shapes), torch.tensor(at, device=device), longest
 
-        made: tuple[Ragged, Tensor, int] = self.cached(("frames", device), make)
-        return made
+        table: tuple[Ragged, Tensor, int] = self.table(("frames", device), make)
+        return table
 
     def lines(self, device: torch.device) -> list[Lines]:
         """Return the lines along every axis, in groups of lengths up to 16, up to 32, ..."""
-        made: list[Lines] = self.cached(("lines", device), lambda: self._lines(device))
-        return made
+        table: list[Lines] = self.table(("lines", device), lambda: self._lines(device))
+        return table
 
     def _lines(self, device: torch.device) -> list[Lines]:
         groups = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, overload
@@ -14,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import Boxed, Exchange, Grid, Layout, Packed, Part, Shard, activated, pack, per_axis
+from ndlightnet.layout import Boxed, Grid, Layout, Packed, pack, per_axis
 from ndlightnet.layout.base import check_integers, check_not_empty
-from ndlightnet.layout.shard import layout_of, layout_of_pack, layout_of_tokens, refuse_shards
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
-from ndlightnet.models.large import Large, Sweeper
+from ndlightnet.models.large import Large
 from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.stream import Stream, StreamState
 from ndlightnet.models.weights import adapt_in_chans
@@ -32,6 +30,17 @@ from ndlightnet.nn.patch import PatchEmbed, Patchify
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.nn.stem import ConvStem
 from ndlightnet.ops.dtypes import check_not_wider, check_tensors
+from ndlightnet.parallel import (
+    Exchange,
+    Shard,
+    Slab,
+    activated,
+    layout_of,
+    layout_of_pack,
+    layout_of_tokens,
+    refuse_shards,
+)
+from ndlightnet.parallel.turns import Sweeper
 
 FORMS = ("NCHW", "NHWC", "NLC")  # of features, for any number of axes
 
@@ -283,7 +292,7 @@ class NDLightNet(Pretrained, Large):
             if mask is not None and self.vocab_size is None:
                 x = x.masked_fill(~mask[:, None], 0)
             x, mask = self.embed(x), self.token_mask(mask)
-            layout = cells.strided(self.slab_multiples) if isinstance(cells, Part) else Grid.of(x)
+            layout = cells.strided(self.slab_multiples) if cells.shared else Grid.of(x)
             tokens, mask = layout.flatten(x), layout.flatten_mask(mask)
         # the residual stream stays in the parameters' precision under autocast
         dtype = self._weight.dtype
@@ -502,8 +511,8 @@ class NDLightNet(Pretrained, Large):
             with activated(Shard(exchange, sweeper.axis, sweeper.sizes)):
                 return self._embedded(x, None)[0]
 
-        def layout(exchange: Exchange) -> Part:
-            return sweeper.part(exchange, spaces[exchange.rank]).strided(self.slab_multiples)
+        def layout(exchange: Exchange) -> Slab:
+            return sweeper.slab(exchange, spaces[exchange.rank]).strided(self.slab_multiples)
 
         def through(block: Any, exchange: Exchange, x: Tensor) -> Tensor:
             return self._through(block, x, None, layout(exchange))
@@ -551,9 +560,7 @@ class NDLightNet(Pretrained, Large):
         if state.space is None:
             space = tuple(x.shape[2:-1])
             state = state._replace(space=space, **self.frame_states(x.shape[0], space, x.device))
-        layout = Grid.of(x)
-        if isinstance(chunk, Part):  # the frames that wait are as the chunk's
-            layout = replace(chunk.strided(self.slab_multiples), shape=layout.shape)
+        layout = chunk.strided(self.slab_multiples, tuple(x.shape[1:-1]))  # frames that waited are as the chunk's
         tpe, layers = state.tpe, []
         if self.tpe is not None:
             x, tpe = self.tpe.advance(x, tpe, layout)
@@ -561,8 +568,8 @@ class NDLightNet(Pretrained, Large):
             x, memory = block.advance(x, memory, state.frames, layout)
             layers.append(memory)
         x = self.norm(x)
-        total, count = layout.sums(x.flatten(1, -2).to(state.total.dtype))
-        total, tokens, frames = state.total + total, state.tokens + count, state.frames + x.shape[1]
+        total = state.total + layout.total(layout.sums(x.flatten(1, -2).to(state.total.dtype)))
+        tokens, frames = state.tokens + layout.whole.length, state.frames + x.shape[1]
         return x, state._replace(frames=frames, tpe=tpe, layers=tuple(layers), total=total, tokens=tokens)
 
     def frame_states(self, batch: int, space: tuple[int, ...], device: torch.device) -> dict[str, Any]:
@@ -586,7 +593,7 @@ def _tie_again(net: NDLightNet, _: Any) -> None:
 
 def shaped(x: Tensor, layout: Layout, form: str) -> Any:
     """Shape tokens (batch, length, dim) as one of FORMS; those of a pack are Packed."""
-    if not isinstance(layout, Grid):
+    if not isinstance(layout, Grid):  # samples of different shapes have no tensor of one shape
         return Packed(layout.unflatten(x), layout)  # type: ignore[arg-type]
     if form == "NLC":
         return x

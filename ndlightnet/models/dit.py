@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, uncut_patches
 from ndlightnet.layout.base import check_integers, check_not_empty
-from ndlightnet.layout.shard import refuse_shards
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.adaptive import AdaptiveBlock, Modulation, TimeEmbedding, modulate
@@ -24,6 +23,7 @@ from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.ops.dtypes import check_floats, check_not_wider, check_tensors
+from ndlightnet.parallel import refuse_shards
 
 # width and number of blocks, as in the paper of DiT (arXiv 2212.09748)
 DIT_SIZES: dict[str, tuple[int, int]] = {"S": (384, 12), "B": (768, 12), "L": (1024, 24), "XL": (1152, 28)}

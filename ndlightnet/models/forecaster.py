@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout.shard import refuse_shards
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.block import Block, init_network
@@ -14,6 +13,7 @@ from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories, reads_context
 from ndlightnet.ops import frequencies
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
+from ndlightnet.parallel import refuse_shards
 
 TIME_FEATURES = 4  # of a step, as ndlightnet.data.series has them
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Exchange, Part, layout_of, per_axis
+from ndlightnet.layout import per_axis
 from ndlightnet.layout.base import check_integers, check_not_empty
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
-from ndlightnet.models.large import Large, Layer, Sweeper
+from ndlightnet.models.large import Large
 from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.weights import adapt_in_chans
 from ndlightnet.nn.block import init_network, undecayed_names
@@ -32,6 +32,8 @@ from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.separable import Separable
 from ndlightnet.nn.stage import Stage
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
+from ndlightnet.parallel import Exchange, Slab, layout_of
+from ndlightnet.parallel.turns import Layer, Sweeper
 
 Size = Literal["hybrid", "S", "M", "L"]
 MOST = 320  # channels of a level by default
@@ -234,11 +236,11 @@ class NDLightUNet(Pretrained, Large):
     def _layouts(self, x: Tensor) -> list[Any]:
         """Return the layouts of all levels within `shard_grid`, else None for each."""
         layout = layout_of(x, 2)
-        return self._parts(layout) if isinstance(layout, Part) else [None] * len(self.widths)
+        return self._slabs(layout) if layout.shared else [None] * len(self.widths)
 
-    def _parts(self, layout: Part) -> list[Any]:
+    def _slabs(self, layout: Any) -> list[Any]:
         """Return the layouts of a slab at all levels."""
-        return list(accumulate(self.strides, Part.strided, initial=layout))
+        return list(accumulate(self.strides, Slab.strided, initial=layout))
 
     def encode(self, x: Tensor) -> list[Tensor]:
         """Return the feature maps of the encoder (batch, width, *grid), from the input's grid to
@@ -318,21 +320,21 @@ class NDLightUNet(Pretrained, Large):
 
         def at(level: int, layer: Any) -> Layer:
             def run(exchange: Exchange, *inputs: Tensor) -> Tensor:
-                cells = sweeper.part(exchange, spaces[exchange.rank])
-                out: Tensor = layer(*inputs, self._parts(cells)[level])
+                cells = sweeper.slab(exchange, spaces[exchange.rank])
+                out: Tensor = layer(*inputs, self._slabs(cells)[level])
                 return out
 
             return run
 
-        def first(level: int, x: Tensor, layout: Part) -> Tensor:
+        def first(level: int, x: Tensor, layout: Slab) -> Tensor:
             x = self._lowered(x, [None, *self.strides][level], net.down[level])
             return Layers(*net.convs[level][:1])(x, layout)
 
-        def last(level: int, x: Tensor, skip: Tensor, layout: Part) -> Tensor:
+        def last(level: int, x: Tensor, skip: Tensor, layout: Slab) -> Tensor:
             x = self._raised(x, skip, level, layout)
             return x if level else head(x, layout)
 
-        def head(x: Tensor, _: Part) -> Tensor:
+        def head(x: Tensor, _: Slab) -> Tensor:
             return sweeper.then(net.heads[0](x).movedim(self.channel_axis, 1))
 
         x: Any = sweeper.later(at(0, partial(first, 0)), volume)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Layout, Part, Spread, layout_of_tokens
+from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.initial import Initialized, owners
 from ndlightnet.nn.mixers.base import Mixer
 from ndlightnet.nn.projections import joins, joint_linear
 from ndlightnet.ops import swiglu
+from ndlightnet.parallel import layout_of_tokens
 
 
 class DropPath(nn.Module):
@@ -29,11 +30,7 @@ class DropPath(nn.Module):
         if not self.training or self.p == 0:
             return x
         grid = layout or Grid(tuple(x.shape[1:-1]))
-        draws = torch.rand(grid.samples(len(x)), *[1] * (x.ndim - 2), device=x.device)
-        part = grid.parts[0] if isinstance(grid, Spread) else grid
-        if isinstance(part, Part):  # a sample is dropped as a whole: the first part's draws hold
-            draws = part.gather(draws)()[0]
-        mask = draws >= self.p
+        mask = grid.draw(grid.samples(len(x)), *[1] * (x.ndim - 2), device=x.device) >= self.p
         return x * grid.spread_samples(mask) / (1 - self.p)
 
 
@@ -64,7 +61,7 @@ class GLU(Initialized):
 
 def mix(mixer: nn.Module, x: Tensor, mask: Tensor | None, causal: bool, layout: Layout) -> Tensor:
     """Apply a mixer, or another module that is called like one, to tokens (batch, length, dim)."""
-    if isinstance(mixer, Mixer) or not isinstance(layout, Grid):
+    if isinstance(mixer, Mixer) or not isinstance(layout, Grid):  # a pack has no form without its layout
         out: Tensor = mixer(x, mask=mask, causal=causal, layout=layout)
         return out
     # a module that is not a Mixer may not accept a layout

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ndlightnet.layout import Grid, Part, add_planes
+from ndlightnet.layout import Grid
 from ndlightnet.nn import slabs
 from ndlightnet.nn.layers import GridLayer
 from ndlightnet.nn.stem import torch_layer
 from ndlightnet.ops.instance_norm import instance_norm, instance_norm_silu, instance_norm_silu_, kernel_runs
-from ndlightnet.ops.instance_norm_parts import by_kernels, instance_norm_part, instance_norm_silu_part
 from ndlightnet.ops.plain import plain
+from ndlightnet.parallel import add_planes
 
 
 def _conv(kind: str, dims: int) -> Any:
@@ -33,28 +33,21 @@ class NormSiLU(nn.GroupNorm):
         super().__init__(channels, channels)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, layout: Grid | None = None, memo: Any = None
+        self, x: Tensor, residual: Tensor | None = None, layout: Grid | None = None, statistics: Any = None
     ) -> Tensor:
-        """memo: within `shard_grid`, as in `instance_norm_silu_part`."""
-        inputs = (x, self.weight, self.bias, residual, self.eps)
-        if isinstance(layout, Part):
-            return instance_norm_silu_part(*inputs, layout, memo=memo)
-        return instance_norm_silu(*inputs)
+        """layout, statistics: as in `instance_norm_silu`."""
+        options: Any = {"layout": layout, "statistics": statistics}
+        return instance_norm_silu(x, self.weight, self.bias, residual, self.eps, **options)
 
     def overwritten(self, x: Tensor, residual: Tensor | None = None, layout: Grid | None = None) -> Tensor:
         """Return the same without a gradient, in the place of x if a kernel runs."""
         if not kernel_runs(x):
             return self(x, residual, layout)
-        inputs = (x, self.weight, self.bias, residual, self.eps)
-        if isinstance(layout, Part):
-            return by_kernels(*inputs, layout, x)[0]
-        return instance_norm_silu_(*inputs)
+        return instance_norm_silu_(x, self.weight, self.bias, residual, self.eps, layout)
 
     def norm(self, x: Tensor, layout: Grid | None = None) -> Tensor:
         """Normalise alone."""
-        if isinstance(layout, Part):
-            return instance_norm_part(x, self.weight, self.bias, self.eps, layout)
-        return instance_norm(x, self.weight, self.bias, self.eps)
+        return instance_norm(x, self.weight, self.bias, self.eps, layout)
 
 
 class ConvBlock(GridLayer):
@@ -70,8 +63,8 @@ class ConvBlock(GridLayer):
         self.skip = nn.Identity() if inputs == outputs else conv(inputs, outputs, 1, bias=False)
 
     def forward(self, x: Tensor, layout: Grid | None = None) -> Tensor:
-        parts = self.conv1, self.norm1, self.conv2, self.norm2
-        if torch.is_grad_enabled() or any(m._forward_hooks or m._forward_pre_hooks for m in parts):
+        layers = self.conv1, self.norm1, self.conv2, self.norm2
+        if torch.is_grad_enabled() or any(m._forward_hooks or m._forward_pre_hooks for m in layers):
             return self.recomputed(self._forward, x, layout)
         # Whole volumes are large: what a convolution returns is overwritten, or freed before the
         # next one runs.
@@ -95,21 +88,20 @@ def _convolve(conv: Any, x: Tensor, layout: Grid | None = None) -> Tensor:
     has none, which no runtime accepts: an exported graph gets zeros."""
     if torch.compiler.is_exporting() and isinstance(conv, nn.Conv3d):
         return conv._conv_forward(x, conv.weight, x.new_zeros(conv.out_channels))
-    if isinstance(layout, Part):
-        return _convolve_part(conv, x, layout)
+    if layout is not None and layout.axis is not None:
+        return _convolve_slab(conv, x, layout, 2 + layout.axis)
     out: Tensor = conv(x)
     return out
 
 
-def _convolve_part(conv: Any, x: Tensor, layout: Part) -> Tensor:
+def _convolve_slab(conv: Any, x: Tensor, layout: Grid, dim: int) -> Tensor:
     """Apply a convolution of kernel size 3 to a slab: that of the slab alone, and what the planes
-    beside it add to its first and last plane."""
-    dim = 2 + layout.axis
+    beside it add to its first and last plane along the dimension `dim` of x."""
     x, received = layout.halo(x, dim, 1, 1)
     first, last = received()  # before conv: within predict_large it may have to begin again
     y = conv(x)
     apply = getattr(nn.functional, f"conv{x.ndim - 2}d")
-    padding = [0 if axis == layout.axis else 1 for axis in range(x.ndim - 2)]
+    padding = [int(axis != dim) for axis in range(2, x.ndim)]
 
     def added(plane: Tensor, tap: int) -> Tensor:
         if plane.numel() == 0:
@@ -124,22 +116,22 @@ def _convolve_part(conv: Any, x: Tensor, layout: Part) -> Tensor:
 def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor, layout: Grid | None = None) -> Tensor:
     """Return conv(norm(x)), where the convolution keeps x for its gradient, as the norm does, and
     not norm(x), a memory-bound pass that is made again (and calls the norm's hooks again)."""
-    memo: list[Any] = []
-    y = norm(x, layout=layout, memo=memo)
+    statistics: list[Any] = []
+    y = norm(x, layout=layout, statistics=statistics)
     if not (torch.is_grad_enabled() and _may_hook()):
         return _convolve(conv, y, layout)
-    kept, where = x.detach(), (y.data_ptr(), y.shape, y._version)
-    parts = (kept, *norm.parameters())
-    before = _versions(*parts)
+    kept, result = x.detach(), (y.data_ptr(), y.shape, y._version)
+    inputs = (kept, *norm.parameters())
+    before = _versions(*inputs)
 
     def pack(saved: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
-        if (saved.data_ptr(), saved.shape, saved._version) == where:
+        if (saved.data_ptr(), saved.shape, saved._version) == result:
             return None, before
         return saved, _versions(saved)
 
     def unpack(packed: tuple[Tensor | None, tuple[int, ...]]) -> Tensor:
         saved, versions = packed
-        if _versions(*parts if saved is None else (saved,)) != versions:  # as torch says otherwise
+        if _versions(*inputs if saved is None else (saved,)) != versions:  # as torch says otherwise
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation, in {norm} or what follows it"
@@ -147,7 +139,8 @@ def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor, layout: Grid | No
         if saved is not None:
             return saved
         with torch.no_grad():
-            return norm(kept, layout=layout, memo=[tuple(x.detach() for x in one) for one in memo])
+            detached = [tuple(x.detach() for x in one) for one in statistics]
+            return norm(kept, layout=layout, statistics=detached)
 
     with saved_tensors_hooks(pack, unpack):
         return _convolve(conv, y, layout)

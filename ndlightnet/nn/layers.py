@@ -12,7 +12,7 @@ from ndlightnet.nn.initial import Initialized
 
 
 class GridLayer(Initialized):
-    """A layer that is called with the layout of its input: None, or a Part within `shard_grid`."""
+    """A layer that is called with the layout of its input: None, or a Slab within `shard_grid`."""
 
     grad_checkpointing = False
 

@@ -7,12 +7,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Layout, Part, layout_of_tokens
+from ndlightnet.layout import Grid, Layout, as_layout
 from ndlightnet.nn.initial import Initialized, assign
 from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step, supported
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.position import Kind, slots_of
 from ndlightnet.ops.recurrence.chunks import exact
+from ndlightnet.parallel import layout_of_tokens
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ class MDLRPE(Initialized):
     def forward(self, layout: Layout | tuple[int, ...]) -> Position:
         """Return the Position of the tokens of a layout, or of a grid of this shape, for the
         functions of ndlightnet.ops."""
-        grid = Grid(layout) if isinstance(layout, tuple) else layout
+        grid = as_layout(layout)
         if grid.ndim > self.slots:
             raise ValueError(f"grid {grid.shapes[0]}: {grid.ndim} axes need as many angles, the head has {self.slots}")
         bank = frequencies(self.slots, grid.ndim, device=self.log_factor.device)
@@ -133,9 +134,7 @@ class MDTPE(Initialized):
 
     def implementation(self, x: Tensor, layout: Layout | None = None, dtype: torch.dtype | None = None) -> str:
         """Return what forward(x, None, layout, dtype) runs on, as a mixer's `implementation`."""
-        grid = layout or layout_of_tokens(x)
-        if isinstance(grid, Part):
-            grid = grid.whole
+        grid = (layout or layout_of_tokens(x)).whole
         if self.impl != "auto":
             return self.impl
         longest = max(size for shape in grid.shapes for size in shape)

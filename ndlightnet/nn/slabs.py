@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import split_sizes
 from ndlightnet.ops.plain import plain
+from ndlightnet.parallel import split_sizes
 
 NUMBERS = 2**31  # a slab of several planes has fewer
 

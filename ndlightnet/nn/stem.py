@@ -89,9 +89,9 @@ class ConvStem(PatchEmbed):
         self.reset_own()
 
     def reset_own(self) -> None:
-        for part in self.modules():
-            if isinstance(part, nn.modules.conv._ConvNd):
-                nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+        for module in self.modules():
+            if isinstance(module, nn.modules.conv._ConvNd):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.ndim in FASTEST:  # cuDNN's convolutions in bf16

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from ndlightnet.layout import Layout
 from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.dispatch import Impl, resolve
-from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.dtypes import accumulator, finest
 from ndlightnet.ops.limits import sizes_reason
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence.chunks import exact
 
 MOST_CELLS = 2**31 - 2**26  # indices are 32 bits, and the last ones of a tile are beyond the row
+Statistics = list[tuple[Tensor, Tensor]]  # none, or mean and variance of the channels of all slabs
 
 
 def instance_norm_silu(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None, eps: float = 1e-5, impl: Impl = "auto"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    impl: Impl = "auto",
+    *,
+    layout: Layout | None = None,
+    statistics: Statistics | None = None,
 ) -> Tensor:
     """Return SiLU(norm(x) * weight + bias + residual), in x's dtype, under autocast too.
 
@@ -30,6 +41,9 @@ def instance_norm_silu(
     value. x, residual: (batch, channels, *space); weight, bias: (channels,). Statistics and all
     arithmetic are float32 or wider. For the gradient x and residual are kept, and at most two
     numbers for each channel. "auto" takes the kernel for contiguous x; in torch.compile, torch.
+
+    layout: of x; of a slab the statistics are those of all slabs. statistics: then an empty list
+    takes them; a later call with it uses them, and exchanges nothing.
     """
     for name, y, shape in (
         ("residual", residual, x.shape),
@@ -38,8 +52,14 @@ def instance_norm_silu(
     ):
         if y is not None and y.shape != shape:
             raise ValueError(f"{name} {tuple(y.shape)}: expected {tuple(shape)}, as x has")
-    if kernel_runs(x) if impl == "auto" else resolve("instance_norm_silu", impl, x) == "triton":
-        out: Tensor = _instance_norm(x, weight, bias, residual, eps)[0]
+    out: Tensor
+    kernel = kernel_runs(x) if impl == "auto" else resolve("instance_norm_silu", impl, x) == "triton"
+    if layout is not None and layout.shared:
+        statistics = [] if statistics is None else statistics
+        inputs = (x, weight, bias, residual, eps, layout, statistics)
+        return _SlabKernels.apply(*inputs) if kernel else _slab_by_torch(*inputs)  # type: ignore[no-untyped-call, no-any-return]
+    if kernel:
+        out = _instance_norm(x, weight, bias, residual, eps)[0]
         return out
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or plain():
         return _by_torch(x, weight, bias, residual, eps)  # torch.compile keeps what it finds best
@@ -55,17 +75,26 @@ def kernel_runs(x: Tensor) -> bool:
 
 
 def instance_norm_silu_(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None, eps: float = 1e-5
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    layout: Layout | None = None,
 ) -> Tensor:
     """Overwrite contiguous x with `instance_norm_silu`, by its kernel and without a gradient."""
+    if layout is not None and layout.shared:
+        return _slab_by_kernels(x, weight, bias, residual, eps, layout, [], x)[0]
     _instance_norm_in_place(x, weight, bias, residual, eps)
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)  # autograd may hold x for an earlier operation
     return x
 
 
-def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, layout: Layout | None = None) -> Tensor:
     """Return norm(x) * weight + bias of `instance_norm_silu`, in torch."""
+    if layout is not None and layout.shared:
+        return _slab_normed(x, weight, bias, eps, layout, []).to(x.dtype)
     return _normed(x, weight, bias, eps).to(x.dtype)
 
 
@@ -208,3 +237,97 @@ _instance_norm = Operator(
 _instance_norm_in_place = Operator(
     f"instance_norm_silu_(Tensor(a!) x, {INPUTS}, float eps) -> ()", _forward_in_place, lambda *_: None
 )
+
+
+# --------------------------------------------------------------- slabs, with the statistics of all
+def _slab_by_torch(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Layout, statistics: Statistics
+) -> Tensor:
+    y = _slab_normed(x, weight, bias, eps, layout, statistics)
+    return silu(y if residual is None else y + residual).to(x.dtype)
+
+
+def _slab_normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Layout, statistics: Statistics) -> Tensor:
+    """Return norm(x) * weight + bias in torch, unrounded."""
+    acc = accumulator(x)
+    dims, exact = tuple(range(2, x.ndim)), x.to(acc)
+    if not statistics:
+        cells = math.prod(x.shape[2:])
+        square, mean = torch.var_mean(exact, dims, correction=0)
+        statistics.append(_whole_statistics(mean, square * cells, cells, layout))
+    mean, variance = statistics[0]
+    shape = (*x.shape[:2], *[1] * len(dims))
+    scale = torch.rsqrt(variance + eps) * weight.to(acc)
+    return (exact - mean.view(shape)) * scale.view(shape) + bias.to(acc).view(1, *shape[1:])
+
+
+def _whole_statistics(mean: Tensor, squares: Tensor, cells: int, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of all slabs' cells, from the mean of this slab's cells and the sum
+    of their squared deviations. Sums of squares in float64: a mean far from 0 costs no digits."""
+    exact = finest(mean.device)
+    own, size = mean.to(exact), layout.whole.length
+    sums = layout.total(torch.stack([own * cells, squares.to(exact) + own * own * cells], 1))
+    whole = sums[:, 0] / size
+    variance = (sums[:, 1] / size - whole * whole).clamp(min=0)
+    return whole.to(mean.dtype), variance.to(mean.dtype)
+
+
+class _SlabKernels(torch.autograd.Function):
+    """By the kernels of one process, with an exchange between sums and what is done with them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        residual: Tensor | None,
+        eps: float,
+        layout: Layout,
+        statistics: Statistics,
+    ) -> Tensor:
+        out, mean, rstd = _slab_by_kernels(x, weight, bias, residual, eps, layout, statistics)
+        ctx.save_for_backward(x, weight, bias, residual, mean, rstd)
+        ctx.layout, ctx.eps = layout, eps
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        from ndlightnet_kernels import instance_norm as kernels
+
+        saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
+        layout, cells = ctx.layout, math.prod(saved[0].shape[2:])
+        if torch.is_grad_enabled():  # for a second derivative
+            wants, again = ctx.needs_input_grad[:4], partial(_slab_by_torch, layout=layout, statistics=[])
+            return *by_autograd(dout, saved[:4], ctx.eps, wants, True, again), None, None, None
+
+        def of_whole(sums: Tensor) -> Tensor:
+            return layout.total(sums) * (cells / layout.whole.length)
+
+        inputs: tuple[Any, ...] = (dout, *saved, of_whole)
+        grads = kernels.instance_norm_silu_backward(*inputs)
+        return *grads, None, None, None
+
+
+def _slab_by_kernels(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    layout: Layout,
+    statistics: Statistics,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result, which may be written to `out`, and mean and 1 / deviation of the whole."""
+    from ndlightnet_kernels import instance_norm as kernels
+
+    cells = math.prod(x.shape[2:])
+
+    def of_whole(mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+        if not statistics:
+            statistics.append(_whole_statistics(mean, squares, cells, layout))
+        return statistics[0]
+
+    options: Any = {"out": out, "of_whole": of_whole}
+    return kernels.instance_norm_silu(x, weight, bias, residual, eps, **options)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Grid, Layout, Part
+from ndlightnet.layout import Grid, Layout, as_layout
 from ndlightnet.ops.dtypes import finest
 from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.plain import plain
@@ -48,24 +48,18 @@ class Position(NamedTuple):
 
 def shape_of(position: Position) -> tuple[int, ...]:
     """Return the shape of the grid; for samples end to end, that of the first one."""
-    layout = position.layout
-    return layout if isinstance(layout, tuple) else layout.shapes[0]
+    return as_layout(position.layout).shapes[0]
 
 
 def offset_of(position: Position) -> tuple[int | Tensor, ...] | None:
     """Return the coordinates of the first cell; None: 0."""
-    layout, offset = position.layout, position.offset
-    return layout.offset if offset is None and isinstance(layout, Grid) else offset
+    return as_layout(position.layout).offset if position.offset is None else position.offset
 
 
 def slab_offset(position: Position) -> tuple[int, ...] | None:
     """Return where in the whole grid the slab begins that is the layout; None: another layout, or
     coordinates that are tensors, those of a stream."""
-    layout = position.layout
-    if not isinstance(layout, Part) or position.offset is not None:
-        return None
-    start = [first for first in layout.offset or () if isinstance(first, int)]
-    return tuple(start) if len(start) == layout.ndim else None
+    return as_layout(position.layout).start if position.offset is None else None
 
 
 def slots_of(dim: int, kind: Kind) -> int:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ndlightnet.layout import Part
-from ndlightnet.models.large import Turns
 from ndlightnet.ops import Position, global_attention, merge, read, summarize
 from ndlightnet.ops.position import slots_of
+from ndlightnet.parallel import Slab
+from ndlightnet.parallel.turns import Turns
 
 from .cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, on_gpu
 from .yardstick import check
@@ -71,7 +71,7 @@ def test_slabs_of_a_grid(kind, close):
 
     def slab(rank):
         turns.begin(rank)
-        layout = Part((sizes[rank], *shape[1:]), sizes=sizes, exchange=turns)
+        layout = Slab((sizes[rank], *shape[1:]), sizes=sizes, exchange=turns)
         rows = slice(12 * layout.starts[rank], 12 * layout.starts[rank + 1])
         return rows, {"position": Position(theta, layout, kind), "impl": "triton"}
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import Exchange, Part
 from ndlightnet.nn import convolutional
 from ndlightnet.nn.convolutional import ConvBlock
-from ndlightnet.ops import instance_norm_parts
+from ndlightnet.ops import instance_norm
 from ndlightnet.ops.instance_norm import instance_norm_silu, instance_norm_silu_
+from ndlightnet.parallel import Exchange, Slab
 
 from .cases import DEVICE
 from .yardstick import Poison
@@ -36,8 +36,8 @@ class Twice(Exchange):
 
     rank, count = 0, 2
 
-    def swap(self, given, shapes):
-        return lambda: list(given)
+    def all_to_all(self, sends, shapes):
+        return lambda: list(sends)
 
 
 def result(impl, pull, *inputs):
@@ -104,8 +104,8 @@ def test_equal_cells_are_mapped_to_the_bias(value, monkeypatch):
         expected = torch.nn.functional.silu(bias).view(1, 2, 1).expand_as(x)
 
         def of_two(mean, squares, size=size):
-            layout = Part((size,), sizes=(size, size), exchange=Twice())
-            return instance_norm_parts._of_whole(mean, squares, size, layout)
+            layout = Slab((size,), sizes=(size, size), exchange=Twice())
+            return instance_norm._whole_statistics(mean, squares, size, layout)
 
         for of_whole in (None, of_two):
             how = {"of_whole": of_whole}
@@ -291,17 +291,17 @@ def test_second_derivatives_and_checkpointing_of_a_slab(close):
     class Alone(Exchange):
         rank, count = 0, 1
 
-        def swap(self, given, shapes):
-            return lambda: list(given)
+        def all_to_all(self, sends, shapes):
+            return lambda: list(sends)
 
-    layout = Part((4, 6), sizes=(4,), exchange=Alone())
+    layout = Slab((4, 6), sizes=(4,), exchange=Alone())
 
     def penalty(y):
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         return torch.autograd.grad(dx.square().sum(), (x, weight, bias))
 
     def slab(x):
-        return instance_norm_parts._Kernels.apply(x, weight, bias, None, 1e-5, layout, [])
+        return instance_norm._SlabKernels.apply(x, weight, bias, None, 1e-5, layout, [])
 
     again = checkpoint(slab, x, use_reentrant=False)
     pair = [torch.autograd.grad(y.square().sum(), x)[0] for y in (again, slab(x))]

@@ -7,9 +7,9 @@ import torch
 from rich.progress import Progress
 
 from ndlightnet import NDLightNet, NDLightUNet, mixers
-from ndlightnet.layout import split_sizes
-from ndlightnet.models.large import Sweeper, Turns
 from ndlightnet.nn.convolutional import ConvBlock
+from ndlightnet.parallel import split_sizes
+from ndlightnet.parallel.turns import Sweeper, Turns
 from tests.parallel.cases import CASES, CAUSAL, features_beside_nan
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -127,7 +127,7 @@ def test_a_convolution_block_takes_five_sweeps(monkeypatch):
     sweeper = Sweeper(torch.device("cpu"), 2, 0, sizes, None, None)
 
     def layer(exchange, slab):
-        return block(slab, sweeper.part(exchange, slab.shape[2:]))
+        return block(slab, sweeper.slab(exchange, slab.shape[2:]))
 
     with torch.no_grad():
         found = sweeper.apply(layer, list(x.split(sizes, 2)))
@@ -169,7 +169,7 @@ def test_wrong_uses_are_refused():
     with pytest.raises(ValueError, match="slabs=0: expected 1 or more"):
         net.predict_large(x, 0)
     soft = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, mixer=mixers.SoftmaxAttention)
-    with pytest.raises(ValueError, match="SoftmaxAttention within shard_grid: expected a mixer"):
+    with pytest.raises(ValueError, match="SoftmaxAttention takes whole samples; expected a mixer"):
         soft.eval().predict_large(x)
     stem = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, stem_blocks=1).eval()
     with pytest.raises(ValueError, match="shard_grid and predict_large: expected none with stem"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from ndlightnet.layout import split_sizes
+from ndlightnet.parallel import split_sizes
 
 
 def slab(x: Tensor, dim: int, multiple: int = 1) -> Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, mixers, pack, shard_grid
-from ndlightnet.layout import Processes
+from ndlightnet.parallel import Processes
 
 from .cases import CASES
 from .common import error_of, slab
@@ -144,11 +144,11 @@ def out_of_memory() -> dict[str, str]:
     """Return what is raised where the memory for what is received is missing."""
 
     class Full(Processes):
-        def all_to_all(self, *given: Any) -> Any:
+        def all_to_all_single(self, *sizes: Any) -> Any:
             raise torch.OutOfMemoryError("full")
 
     try:
-        Full(dist.group.WORLD).for_all(torch.zeros(3))
+        Full(dist.group.WORLD).all_gather(torch.zeros(3))
     except RuntimeError as error:
         return {"error": type(error).__name__}
     return {}

@@ -181,7 +181,7 @@ def test_wrong_uses_are_refused_on_all_processes(tmp_path):
         "no such axis": "ValueError: shard_grid: axis=2, expected an axis of 2, 0 to 1",
         "all dimensions": "ValueError: shard_grid: a mesh of 2 dimensions",
         "no group": "TypeError: shard_grid: a group of type str",
-        "another mixer": "ValueError: SoftmaxAttention within shard_grid: expected a mixer",
+        "another mixer": "ValueError: layout=Slab((2, 4), axis=0, sizes=(2, 2)) within shard_grid or predict_large",
         "a stem": "ValueError: shard_grid and predict_large: expected none with stem_blocks",
         "a diffusion": "ValueError: NDLightDiT within shard_grid: expected an NDLightNet",
         "no tokens": "ValueError: shard_grid: slabs (batch, *space) of (1, 0, 8); (1, 4, 8)",

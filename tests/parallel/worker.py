@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ndlightnet import NDLightNet, NDLightUNet, shard_grid
-from ndlightnet.layout import Processes
+from ndlightnet.parallel import Processes
 from tests.processes import SECONDS
 
 from .cases import CASES, CAUSAL, Case, features_beside_nan
@@ -208,7 +208,7 @@ def counted() -> dict[str, Any]:
     """Bytes that this process sends in a step, in float32 and under autocast, and how many
     transfers are under way at most, forward and backward."""
     sent, found = 0, {}
-    real = Processes.all_to_all
+    real = Processes.all_to_all_single
     under_way: list[int] = [0]  # after each beginning and end
 
     class Watched:
@@ -220,14 +220,14 @@ def counted() -> dict[str, Any]:
             self.work.wait()
             under_way.append(under_way[-1] - 1)
 
-    def all_to_all(self: Processes, flat: Tensor, *sizes: Any) -> tuple[Tensor, Any]:
+    def all_to_all_single(self: Processes, flat: Tensor, *sizes: Any) -> tuple[Tensor, Any]:
         nonlocal sent
         sent += flat.numel() * flat.element_size()
         out, work = real(self, flat, *sizes)
         return out, Watched(work)
 
     net = NDLightNet(3, 1, 5, patch_size=1, embed_dim=64, depth=3, tpe_states=8)
-    Processes.all_to_all = all_to_all  # type: ignore[method-assign]
+    Processes.all_to_all_single = all_to_all_single  # type: ignore[method-assign]
     for name, cast in (("float32", False), ("bfloat16", True)):
         sent = 0
         with shard_grid(dist.group.WORLD) as grid, torch.autocast("cpu", torch.bfloat16, cast):
@@ -239,7 +239,7 @@ def counted() -> dict[str, Any]:
         found[f"{name}, under way"] = [max(under_way[:forward]), max(under_way[forward:])]
         assert under_way[-1] == under_way[forward - 1] == 0
         under_way[:] = [0]
-    Processes.all_to_all = real  # type: ignore[method-assign]
+    Processes.all_to_all_single = real  # type: ignore[method-assign]
     return found
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ndlightnet.layout import Boxes, Grid, Layout, Part, Spread, layout_of_tokens
+from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.mixers.names import catalogue_name, named_mixer, unwrapped
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
+from ndlightnet.parallel import layout_of_tokens
 
 
 class Mixer(Initialized, ABC):
@@ -26,7 +27,7 @@ class Mixer(Initialized, ABC):
     """
 
     ragged = False  # whether `mix` takes a pack at once; else it is called for each sample
-    boxes = False  # whether `mix` takes Boxes, where several rows are one sample, and a Part
+    mergeable = False  # whether `mix` takes rows that have some of a sample's tokens: boxes, slabs
 
     def forward(
         self,
@@ -54,7 +55,7 @@ class Mixer(Initialized, ABC):
             check_not_wider(self, context=context)
             if causal:
                 raise ValueError("causal=True with a context: a source is read as a whole")
-            if not isinstance(grid, Grid) or isinstance(grid, Part):
+            if not isinstance(grid, Grid) or grid.shared:  # a context has a row for each sample
                 raise ValueError("layout with a context: expected whole samples of one shape, or no context")
             source = Grid.of(context)
             flat, mask = source.tokens(context), source.flatten_mask(mask)
@@ -64,19 +65,14 @@ class Mixer(Initialized, ABC):
             def mix(layout: Layout, x: Tensor, mask: Tensor | None) -> Tensor:
                 return self.mix(x, layout, mask, causal)
 
-            if isinstance(grid, Boxes) and grid.count > 1 and (causal or not self.boxes):
+            if grid.shared and not self.mergeable:
                 raise ValueError(
                     f"layout={grid}: {type(self).__name__} takes whole samples; expected a mixer "
-                    "whose memories can be merged, such as LightNetAttention, and causal=False"
-                )
-            if isinstance(grid, Part | Spread) and not self.boxes:
-                raise ValueError(
-                    f"{type(self).__name__} within shard_grid: expected a mixer whose memories can "
-                    "be merged, such as LightNetAttention"
+                    "whose memories can be merged, such as LightNetAttention"
                 )
             mask = grid.flatten_mask(mask)
-            whole = self.ragged and not isinstance(grid, Spread)
-            y = mix(grid, tokens, mask) if whole else grid.map_samples(mix, tokens, mask)
+            at_once = self.ragged and grid.joint
+            y = mix(grid, tokens, mask) if at_once else grid.map_samples(mix, tokens, mask)
         return y.reshape(x.shape)
 
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Layout, Part
+from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.base import check_axes, projected_like
@@ -28,7 +28,6 @@ from ndlightnet.ops import (
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet.attention import check_window
-from ndlightnet.ops.lightnet.frames import aged
 from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.position import Kind
 
@@ -68,7 +67,7 @@ class LightNetAttention(Constants, LocalMixer):
     taps dim of each local mixing, 2 radius dims + 1 taps or (2 radius + 1)^dims if dense.
     """
 
-    ragged, boxes = True, True
+    ragged, mergeable = True, True
 
     def __init__(
         self,
@@ -138,7 +137,7 @@ class LightNetAttention(Constants, LocalMixer):
         """Map tokens (batch, prefix + length, dim) to the same shape; mask: as many. The `prefix`
         tokens in front of the grid, such as a class token, take part in the attention, at position
         0, and not in local mixing. Prefix tokens need the global form and a Grid."""
-        if prefix and (causal or not isinstance(layout, Grid)):
+        if prefix and (causal or not isinstance(layout, Grid)):  # a pack has nothing in front of its samples
             raise ValueError(f"prefix={prefix}: expected causal=False and a Grid, or no prefix")
         x = self.add_local(x, layout, mask, causal, prefix)
         q, k, v, gate = self._project(x, x)
@@ -245,12 +244,12 @@ class LightNetAttention(Constants, LocalMixer):
         x, inputs = self.step_input(x, grid, inputs)
         q, k, v, gate = self._project(x, x)
         near, values = self.step_values(v.flatten(2), grid, values)
-        if grid.length != 1 or self.window is not None or isinstance(grid, Part):
+        if grid.length != 1 or self.window is not None or grid.shared:
             y, memory = self._causal(q, k, v, grid, None, memory, return_state=True)
         else:
             self._refuse_rotary()
             if self.decays:
-                memory = aged(memory, 1, self.forget)
+                memory = memory.decayed(1, self.forget)
             position = self.lrpe(grid) if self.lrpe else None
             y, memory = attention_step(q[:, 0], k[:, 0], v[:, 0], memory, position=position, impl=self.impl)
             y = y[:, None]

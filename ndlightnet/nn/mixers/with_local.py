@@ -117,7 +117,7 @@ class WithLocal(LocalMixer):
     Parameters: those of the mixer and taps * dim (the channels of its values), twice for "both".
     """
 
-    ragged, boxes = True, True
+    ragged, mergeable = True, True
 
     def __init__(
         self,

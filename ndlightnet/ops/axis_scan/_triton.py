@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Ragged
 from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.limits import axes_reason, sizes_reason
 
@@ -23,13 +22,15 @@ def of_grid() -> tuple[None, list[int]]:
     return None, []
 
 
-def of_samples(layout: Ragged, device: torch.device) -> tuple[Tensor, list[int]]:
+def of_samples(layout: Any, device: torch.device) -> tuple[Tensor, list[int]] | None:
+    """Return the last arguments for samples end to end; None where all rows share a grid."""
+
     def make() -> tuple[Tensor, list[int]]:
         groups = layout.lines(device)
         sizes = [n for axis, longest, table in groups for n in (axis, longest, len(table))]
         return torch.cat([group.table for group in groups]), sizes
 
-    made: tuple[Tensor, list[int]] = layout.cached(("all lines", device), make)
+    made: tuple[Tensor, list[int]] | None = layout.table(("all lines", device), make)
     return made
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Grid, Layout, Part, Ragged, Spread
+from ndlightnet.layout import Grid, Layout
 from ndlightnet.ops.axis_scan import _triton, reference
 from ndlightnet.ops.axis_scan.lines import line_scan
 from ndlightnet.ops.dispatch import Impl, resolve
@@ -35,9 +35,9 @@ def axis_scan(
     """Sum the recurrences along all axes of a grid: (batch, *grid, dim) -> same shape.
 
     layout: if given, x is (batch, length, dim) and mask (batch, length); with a Ragged no line
-    leaves its sample; with a Part lines go through all parts, each of which scans some channels.
+    leaves its sample; lines go through all slabs of a grid, each of which scans some channels.
     residual: x itself is added, without another pass over memory. dtype: what x is converted to
-    first, by default its own; parts exchange it before.
+    first, by default its own; slabs exchange it before.
 
     coef: (axes, dim, states); log_decay: (axes, states) <= 0. `reverse`: the same pair for the
     reverse direction (bidirectional; a token itself counts once, with the forward weights). mask:
@@ -53,40 +53,48 @@ def axis_scan(
                 f"{(*expected, 'states')} and {(grid.ndim, 'states')} for x {tuple(x.shape)} of "
                 f"{grid.ndim} axes"
             )
-    how: Any = {"residual": residual, "dtype": dtype, "impl": impl}
     if layout is None:
+        options: Any = {"residual": residual, "dtype": dtype, "impl": impl}
         flat, tokens_mask = grid.flatten(x), grid.flatten_mask(mask)
-        y = axis_scan(flat, coef, log_decay, reverse, tokens_mask, layout=grid, **how)
-        return grid.unflatten(y)
-    ragged = isinstance(grid, Ragged)
-    if x.ndim != 3 or x.shape[1] != grid.length or (ragged and x.shape[0] != 1):
-        raise ValueError(f"x {tuple(x.shape)}: expected (batch, {grid.length}, dim) of {grid}")
-    if isinstance(grid, Spread):
+        return grid.unflatten(axis_scan(flat, coef, log_decay, reverse, tokens_mask, layout=grid, **options))
+    grid.check_flat(x)
 
-        def scan(part: Part, x: Tensor, mask: Tensor | None) -> Tensor:
-            return axis_scan(x, coef, log_decay, reverse, mask, layout=part, **how)
+    def scan(grid: Any, channels: slice | None, x: Tensor, mask: Tensor | None) -> Tensor:
+        weights = coef, log_decay, reverse
+        if channels is not None:
+            back = None if reverse is None else (reverse[0][:, channels], reverse[1])
+            weights = coef[:, channels], log_decay, back
+        return _scan(grid, x if dtype is None else x.to(dtype), *weights, mask, residual, impl)
 
-        return grid.map_samples(scan, x, mask)
-    if isinstance(grid, Part):
-        return _on_part(x, coef, log_decay, reverse, mask, layout=grid, **how)
-    x = x if dtype is None else x.to(dtype)
+    return grid.map_channels(scan, x, mask)
+
+
+def _scan(
+    grid: Any,
+    x: Tensor,
+    coef: Tensor,
+    log_decay: Tensor,
+    reverse: Way | None,
+    mask: Tensor | None,
+    residual: bool,
+    impl: Impl,
+) -> Tensor:
+    """Scan whole lines of tokens (batch, length, dim) along all axes."""
     if x.numel() == 0:
         resolve("axis_scan", impl, x)
         return empty_result(x, coef, log_decay, *(reverse or ()))
-    tables: tuple[Tensor | None, list[int]]
-    if isinstance(grid, Ragged):
-        cells, tables = x, _triton.of_samples(grid, x.device)
-        filled = zip(grid.shapes, grid.lengths, strict=True)
-        longest = x[:, : max(max(shape) for shape, n in filled if n)]
+    table, groups = _triton.of_samples(grid, x.device) or _triton.of_grid()
+    if table is None:
+        cells = longest = grid.unflatten(x)
     else:
-        cells, tables = grid.unflatten(x), _triton.of_grid()
-        longest = cells
+        filled = zip(grid.shapes, grid.lengths, strict=True)
+        cells, longest = x, x[:, : max(max(shape) for shape, n in filled if n)]
     chosen = resolve("axis_scan", impl, longest)
     if chosen == "triton":
         back = (None, None) if reverse is None else tuple(w.float() for w in reverse)
         weights = (coef.float(), log_decay.float(), *back)
         tokens_mask = mask if mask is None or cells is x else grid.unflatten(mask)
-        out: Tensor = _triton.scan(cells, *weights, tokens_mask, residual, *tables)
+        out: Tensor = _triton.scan(cells, *weights, tokens_mask, residual, table, groups)
         return grid.flatten(out) if cells is not x else out
     # even NaN in the padding cannot leak
     source = x if mask is None else x.masked_fill(~mask[..., None], 0)
@@ -97,21 +105,6 @@ def axis_scan(
             along = partial(_both_ways, run=run, axis=axis, coef=coef, log_decay=log_decay, reverse=reverse)
             total = total + grid.map_lines(along, source, axis)
         return total
-
-
-def _on_part(
-    x: Tensor, coef: Tensor, log_decay: Tensor, reverse: Way | None, mask: Tensor | None, *, layout: Part, **how: Any
-) -> Tensor:
-    """Scan whole lines of some channels, which no other channel needs: two exchanges of the tokens.
-    The states of all lines at a cut would have to go from part to part, one after the other."""
-    lines = layout.to_channels(x)
-    shapes = [(len(x), n) for n in layout.lengths]
-    masks = None if mask is None else layout.exchange.swap([mask] * len(shapes), shapes)
-    own = layout.channels(x.shape[-1])
-    back = None if reverse is None else (reverse[0][:, own], reverse[1])
-    whole_mask = None if masks is None else layout.joined(masks())
-    y = axis_scan(lines(), coef[:, own], log_decay, back, whole_mask, layout=layout.whole, **how)
-    return layout.to_slabs(y, x.shape[-1])()
 
 
 def _both_ways(

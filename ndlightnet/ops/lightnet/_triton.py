@@ -76,7 +76,7 @@ def of_samples(
         return (*(x.to(k.device, non_blocking=True) for x in tables), span)
 
     key = ("parts", k.device, k.dtype, k.shape[1:], vdim, kind)
-    *tables, span = layout.cached(key, make)
+    *tables, span = layout.table(key, make)
     theta = None if position is None else position.theta
     splits, first, shapes = tables
     sizes = (0, span, 0, 0)

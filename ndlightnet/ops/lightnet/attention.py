@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Boxes, Grid, Layout, Part, Ragged
+from ndlightnet.layout import Grid, Layout, Ragged, as_layout
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.lightnet import _triton, _triton_causal, _triton_window, parallel, reference
 from ndlightnet.ops.lightnet import window as windowed
-from ndlightnet.ops.lightnet.parts import merge_parts
-from ndlightnet.ops.lightnet.state import MOST_FORGET, State, decay, decay_rates, merge, merge_rows, tile
+from ndlightnet.ops.lightnet.state import MOST_FORGET, State, decay, decay_rates, merge, tile
 from ndlightnet.ops.position import (
     Position,
     key_features,
@@ -64,11 +63,10 @@ def _check(k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None,
 def _check_length(x: Tensor, position: Position | None, name: str) -> None:
     if position is None:
         return
-    layout = position.layout
-    grid = Grid(layout) if isinstance(layout, tuple) else layout
+    grid = as_layout(position.layout)
     if x.shape[1] != position.prefix + grid.length:
-        shape = grid.shape if isinstance(grid, Grid) else grid.shapes
-        raise ValueError(f"{name} has {x.shape[1]} tokens, position describes {position.prefix} + a grid {shape}")
+        shapes = grid.shapes if len(grid.shapes) > 1 else grid.shapes[0]
+        raise ValueError(f"{name} has {x.shape[1]} tokens, position describes {position.prefix} + a grid {shapes}")
 
 
 def _check_state(state: State, k: Tensor, v: Tensor, position: Position | None) -> None:
@@ -100,7 +98,7 @@ def _empty(k: Tensor, v: Tensor, position: Position | None) -> State:
     return State.empty(batch, heads, dim, v.shape[-1], position is not None, dtype=accumulator(k), device=k.device)
 
 
-def _silence(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _mask_inputs(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Give padding no weight, so that its values (even NaN) cannot leak."""
     if mask is None:
         return k, v
@@ -134,7 +132,7 @@ def summarize(
         if chosen == "reference":
             state = reference.attention(k, k, v, state, position, mask, False)[1]
         else:
-            k, v = _silence(k, v, mask)
+            k, v = _mask_inputs(k, v, mask)
             state = parallel.summarize(k, v, _factors(k, position))
         return offset_gradient(state, position, 1)
 
@@ -177,63 +175,61 @@ def global_attention(
     """Return softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length) bool, False
     = padding.
 
-    layout: a Ragged of samples end to end in one row (batch 1), each of which reads only itself;
-    the grid of position may then have any shape, without prefix or offset. With Boxes a row reads all
-    rows of its sample: their States are merged; position has the boxes' offsets. With a Part the States
-    of all parts are merged. Else every row is a sample.
+    layout: where the tokens of a sample lie; None: every row is a sample. With a Ragged (batch 1) the
+    grid of position may have any shape, without prefix or offset. Where other rows or processes have
+    tokens of a sample, its States are merged; position then has the offsets of the layout.
     """
-    if isinstance(layout, Part):
-        state = merge_parts(layout, summarize(k, v, mask=mask, position=position, impl=impl))
-        return read(q, state, position=position, impl=impl)
-    if isinstance(layout, Boxes) and layout.count > 1:
-        return _of_boxes(q, k, v, mask, position, layout.count, impl)
-    ragged = layout if isinstance(layout, Ragged) else None
-    if ragged is not None:
-        position = packed_position(ragged, k, position)
+    if layout is not None and layout.shared:
+        return _merged(q, k, v, mask, position, layout, impl)
+    # kernels take samples end to end at once, by tables of a Ragged; all else goes from sample to sample
+    pack = layout if isinstance(layout, Ragged) else None
+    if pack is not None:
+        position = packed_position(pack, k, position)
     _check(k, v, mask, position, q)
     if position is not None and position.prefix == 0 and offset_of(position) is not None:
         position = position._replace(layout=shape_of(position), offset=None)  # only differences matter
     chosen: Any = resolve("global_attention", impl, k, v, position=position)
-    if chosen == "triton" and (q.dtype == k.dtype or ragged is not None):
-        where = _triton.of_grid(position) if ragged is None else _triton.of_samples(position, ragged, k, v.shape[-1])
+    if chosen == "triton" and (q.dtype == k.dtype or pack is not None):
+        where = _triton.of_grid(position) if pack is None else _triton.of_samples(position, pack, k, v.shape[-1])
         if q.dtype == k.dtype:
             out: Tensor = _triton.global_attention(q, k, v, mask, *where)[0]
             return out
         _, total, memory = _triton.summarize(k, v, mask, *where)
         out = _triton.read(q, total, memory, *where)
         return out
-    if ragged is not None:
+    if pack is not None:
 
-        def alone(_: Grid, *qkv: Tensor, **how: Any) -> Tensor:
-            return global_attention(*qkv, **how, impl=chosen)
+        def attend(_: Layout, *qkv: Tensor, **options: Any) -> Tensor:
+            return global_attention(*qkv, **options, impl=chosen)
 
-        return by_sample(alone, ragged, q, k, v, mask, position)
+        return map_attention(attend, pack, q, k, v, mask, position)
     return read(q, summarize(k, v, mask=mask, position=position, impl=impl), position=position, impl=impl)
 
 
-def _of_boxes(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, count: int, impl: Impl
+def _merged(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, layout: Layout, impl: Impl
 ) -> Tensor:
-    """Global attention among each `count` rows: by the States of the rows, merged, or where these
-    would be larger than the tokens by the features of all tokens of a sample at once, in torch."""
+    """Global attention where a row has some of a sample's tokens: by the States of all, merged, or where those of
+    several rows would be larger than the tokens by the features of all tokens of a sample at once, in torch."""
+    if not layout.joint:
+
+        def attend(grid: Layout, *qkv: Tensor, **options: Any) -> Tensor:
+            return global_attention(*qkv, **options, layout=grid, impl=impl)
+
+        return map_attention(attend, layout, q, k, v, mask, position)
     _check(k, v, mask, position, q)
     rows = k.shape[-1] * (1 if position is None else 2)
-    if impl in ("triton", "reference") or k.shape[1] >= rows:
-        parts = merge_rows(summarize(k, v, mask=mask, position=position, impl=impl), count)
-        whole = State(*(x.repeat_interleave(count, 0) for x in parts))
-        return read(q, whole, position=position, impl=impl)
-
-    def joined(x: Tensor) -> Tensor:
-        return x.unflatten(0, (-1, count)).flatten(1, 2)
-
+    if layout.count == 1 or impl in ("triton", "reference") or k.shape[1] >= rows:
+        state = layout.merge(summarize(k, v, mask=mask, position=position, impl=impl))
+        return read(q, state, position=position, impl=impl)
     with exact(k):
-        kept, values = (joined(x) for x in _silence(k, v, mask))
+        kept, values = (layout.join(x) for x in _mask_inputs(k, v, mask))
         factors = _factors(k, position)
         if factors is not None:  # (rows or none, tokens, heads or 1, features)
-            factors = joined(factors.expand(len(k), *factors.shape[-3:]))
+            factors = layout.join(factors.expand(len(k), *factors.shape[-3:]))
         state = parallel.summarize(kept, values, factors)
-        out = parallel.read(joined(_query(q, position)), state)
-        return out.unflatten(1, (count, -1)).flatten(0, 1).to(q.dtype)
+        out = parallel.read(layout.join(_query(q, position)), state)
+        return layout.divide(out).to(q.dtype)
 
 
 def packed_position(layout: Ragged, k: Tensor, position: Position | None) -> Position | None:
@@ -249,7 +245,7 @@ def packed_position(layout: Ragged, k: Tensor, position: Position | None) -> Pos
     return position._replace(layout=layout)
 
 
-def by_sample(
+def map_attention(
     attend: Callable[..., Tensor],
     layout: Layout,
     q: Tensor,
@@ -260,11 +256,10 @@ def by_sample(
 ) -> Tensor:
     """Call attend(grid, q, k, v, mask=, position=) sample by sample and join the results."""
 
-    def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        there = None if position is None else position._replace(layout=grid)
-        return attend(grid, q, k, v, mask=mask, position=there)
+    def run(grid: Grid, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return attend(grid, q, k, v, mask=mask, position=position and position._replace(layout=grid))
 
-    return layout.map_samples(alone, q, k, v, mask)
+    return layout.map_samples(run, q, k, v, mask)
 
 
 def causal_attention(
@@ -311,7 +306,7 @@ def causal_attention(
             frames = (k.shape[1], state, position, mask, None, forget)
             out, state = reference.frames(q, k, v, *frames)
         else:
-            k, v = _silence(k, v, mask)
+            k, v = _mask_inputs(k, v, mask)
             inputs = (_query(q, position), k, v, _factors(k, position), _rates(forget, k))
             out, *after = parallel.causal(*inputs, *state)
             state = State(*after)
@@ -348,7 +343,7 @@ def token_window(
     if impl == "triton":
         rates, where = _head_rates(forget, k), _triton.of_grid(position)
         return _triton_window.attention(q, k, v, mask, rates, window, where)
-    k, v = _silence(k, v, mask)
+    k, v = _mask_inputs(k, v, mask)
     out = windowed.attention(_query(q, position), k, v, _factors(k, position), _rates(forget, k), window)
     return out.to(q.dtype)
 

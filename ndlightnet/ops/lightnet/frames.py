@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import Grid, Layout, Part, Ragged
+from ndlightnet.layout import Grid, Layout, Ragged, as_layout
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.empty import empty_result
@@ -26,17 +26,17 @@ from ndlightnet.ops.lightnet.attention import (
     _check_state,
     _empty,
     _factors,
+    _mask_inputs,
     _query,
-    _silence,
-    by_sample,
     causal_attention,
     check_rates,
     check_window,
+    map_attention,
     packed_position,
+    summarize,
     token_window,
 )
-from ndlightnet.ops.lightnet.parts import axis_causal_part
-from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, reweighted, tile
+from ndlightnet.ops.lightnet.state import State, decay, merge, tile
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.position import Position, offset_gradient, offset_of, relative, shape_of
 from ndlightnet.ops.recurrence.chunks import exact
@@ -159,16 +159,29 @@ def axis_causal_attention(
     single frames take more memory than the tokens (small frames), they are computed for some frames
     at a time and recomputed in the backward pass.
     """
-    if isinstance(layout, Ragged):
+    grid: Any = as_layout(layout)
+    if isinstance(grid, Ragged):  # kernels take the frames of all samples at once, by tables of a Ragged
         if state is not None:
             raise ValueError("state: expected None with samples end to end")
-        return _ragged(q, k, v, layout, mask, position, window, forget, impl), None
-    if isinstance(layout, Part):
+        return _ragged(q, k, v, grid, mask, position, window, forget, impl), None
+    frames, frame = grid.shapes[0][0], grid.frame()
+    if grid.shared:
+        options: Any = {"window": window, "forget": forget, "impl": impl}
         _check(k, v, mask, position, q)
         check_decay(window, forget, k.shape[2])
-        how: Any = (window, forget, return_state, impl)
-        return axis_causal_part(q, k, v, layout, mask, position, state, *how)
-    frames = layout if isinstance(layout, int) else layout.shapes[0][0]
+        if position is not None:  # the gradient of theta counts from the first frame of the slab
+            position = position._replace(layout=shape_of(position), offset=offset_of(position))
+
+        def after() -> State:
+            if window is None and not isinstance(forget, Tensor) and forget == 0:
+                return summarize(k, v, mask=mask, position=position, impl=impl)
+            own: State = axis_causal_attention(q, k, v, frames, mask=mask, position=position, **options)[1]
+            return own
+
+        state = grid.before(state, after, window, forget)
+        if not frame.shared:
+            options |= {"state": state, "return_state": False}
+            return axis_causal_attention(q, k, v, frames, mask=mask, position=position, **options)
     _check(k, v, mask, position, q)
     if k.shape[1] == 0:  # no frames, or none with tokens
         if state is None:
@@ -185,7 +198,9 @@ def axis_causal_attention(
         )
     check_decay(window, forget, k.shape[2])
     chosen = resolve("axis_causal_attention", impl, k, v, position=position)
-    if k.shape[1] == frames and window is None:
+    if frame.shared and chosen == "reference":
+        raise ValueError("impl='reference' with slabs of a frame: expected 'auto', 'torch' or 'triton'")
+    if k.shape[1] == frames and window is None and not frame.shared:
         return causal_attention(q, k, v, mask=mask, position=position, state=state, forget=forget, impl=impl)
     position = relative(position)
     if state is not None:
@@ -195,13 +210,13 @@ def axis_causal_attention(
         if chosen == "reference":
             out, state = reference.frames(q, k, v, frames, state, position, mask, window, forget)
             return out.to(q.dtype), offset_gradient(state, position, 1)
-        chunked = window is not None and (chosen == "triton" or window >= min(SHORT, frames))
+        chunked = window is not None and not frame.shared and (chosen == "triton" or window >= min(SHORT, frames))
         if k.shape[1] == frames and chunked and (state is None or frames >= (window or 0)):
             assert window is not None
             out, state = _window(q, k, v, mask, position, state, window, forget, chosen, return_state)
             return out, None if state is None else offset_gradient(state, position, 1)
-        how = (window, forget, chosen)
-        if plain() or not states_outweigh_tokens(k, v, position, k.shape[1] // frames):
+        how = (window, forget, chosen, frame)
+        if plain() or frame.shared or not states_outweigh_tokens(k, v, position, k.shape[1] // frames):
             out, state = _attend(q, k, v, mask, position, state, frames, *how)
             return out, offset_gradient(state, position, 1) if return_state else None
         run: Any = _attend
@@ -248,14 +263,7 @@ def decayed(states: State, forget: float | Tensor) -> State:
     """Multiply the weight of frame i of States (batch, frames, heads, ·) by exp(forget * (i + 1)),
     relative to the State before the first frame."""
     ages = torch.arange(1, states.max.shape[1] + 1, device=states.max.device)
-    return aged(states, -ages[:, None, None], forget)
-
-
-def aged(states: State, frames: Tensor | int, forget: float | Tensor) -> State:
-    """Multiply the weight of States by exp(-forget * frames)."""
-    if not isinstance(forget, Tensor) and forget == 0:
-        return states
-    return reweighted(states, -frames * decay_rates(forget, states.max.device))
+    return states.decayed(-ages[:, None, None], forget)
 
 
 def _frames_from(position: Position | None, first: int, frames: int) -> Position | None:
@@ -278,14 +286,14 @@ def _attend(
     window: int | None,
     forget: float | Tensor,
     impl: Any,
-    merged_parts: Callable[[State], State] | None = None,
+    frame: Grid | None = None,
 ) -> tuple[Tensor, State]:
-    """Run axis-causal attention on all frames at once. merged_parts: merges the States of frames
-    that are split."""
+    """Run axis-causal attention on all frames at once. frame: the layout of one."""
     forms = _by_triton if impl == "triton" else _by_torch
     frame_states, read = forms(q, k, v, mask, position, frames)
-    if merged_parts is not None:
-        frame_states = merged_parts(frame_states)
+    if frame is not None and frame.shared:
+        frame_states = frame.merge(offset_gradient(frame_states, position, 1))
+        frame_states = offset_gradient(frame_states, position, -1)
     all_states = frame_states = decayed(frame_states, forget)
     if state is not None:
         before = State(*(x[:, None] for x in state)) if window is None else state
@@ -298,7 +306,7 @@ def _attend(
     else:
         last = _with_empty_before(all_states, max(0, window - 1 - all_states.max.shape[1]))
         last = State(*(x[:, x.shape[1] - (window - 1) :].clone() for x in last))
-    return out, aged(last, frames, forget)
+    return out, last.decayed(frames, forget)
 
 
 def _window(
@@ -331,7 +339,7 @@ def _window(
         return out, None
     if window == 1:
         return out, State(*(x[:, None][:, :0] for x in _empty(k, v, position)))
-    states = aged(decayed(forms(*part(n - last, n), last)[0], forget), last, forget)
+    states = decayed(forms(*part(n - last, n), last)[0], forget).decayed(last, forget)
     return out, _with_empty_before(states, window - 1 - last)
 
 
@@ -340,7 +348,7 @@ Forms = tuple[State, Callable[[State], Tensor]]
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, frames: int) -> Forms:
     """Return the frames' States (batch, frames, heads, ·) and a function that reads such States."""
-    k, v = _silence(k, v, mask)
+    k, v = _mask_inputs(k, v, mask)
     w, cut = _factors(k, position), (frames, -1)
     if w is not None:
         w = w.unflatten(-3, cut)
@@ -386,13 +394,13 @@ def _ragged(
     chosen: Any = resolve("axis_causal_attention", impl, k, v, position=position)
     pairs = zip(layout.lengths, layout.shapes, strict=True)
     small = min((n // shape[0] for n, shape in pairs if n), default=0)
-    if chosen != "triton" or states_outweigh_tokens(k, v, position, small):
+    if chosen != "triton" or not layout.joint or states_outweigh_tokens(k, v, position, small):
 
         def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
             how |= {"window": window, "forget": forget, "return_state": False, "impl": chosen}
             return axis_causal_attention(q, k, v, grid, **how)[0]
 
-        return by_sample(alone, layout, q, k, v, mask, position)
+        return map_attention(alone, layout, q, k, v, mask, position)
     frames, at, longest = layout.frames(k.device)
     offset = torch.nn.functional.pad((at % longest)[:, None], (0, layout.ndim - 1)).int()
     where = _triton.of_samples(position, frames, k, v.shape[-1], offset)

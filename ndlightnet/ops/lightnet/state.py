@@ -44,6 +44,19 @@ class State(NamedTuple):
         memory = torch.zeros(batch, heads, rows, value_dim, dtype=dtype, device=device)
         return State(zeros - torch.inf, zeros, memory)
 
+    def merged(self, axis: int) -> "State":
+        """Merge States along a leading axis. Differentiable, as `merge`."""
+        top = self.max.amax(axis).detach()
+        weight = decay(self.max.detach(), top.unsqueeze(axis))
+        memory = tile(weight, self.memory.shape[-2], -1)[..., None] * self.memory
+        return State(top, (weight * self.sum).sum(axis), memory.sum(axis))
+
+    def decayed(self, frames: Tensor | int, forget: float | Tensor) -> "State":
+        """Multiply the weight of States by exp(-forget * frames)."""
+        if not isinstance(forget, Tensor) and forget == 0:
+            return self
+        return reweighted(self, -frames * decay_rates(forget, self.max.device))
+
 
 def decay(before: Tensor, after: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return exp(before - after) for before <= after, and 0 for before = -inf (no tokens). dtype:
@@ -81,16 +94,3 @@ def merge(first: State, second: State) -> State:
     rows = first.memory.shape[-2]
     memory = tile(a, rows, -1)[..., None] * first.memory + tile(b, rows, -1)[..., None] * second.memory
     return State(top, a * first.sum + b * second.sum, memory)
-
-
-def merge_along(states: State, axis: int) -> State:
-    """Merge the States along a leading axis. Differentiable, as `merge`."""
-    top = states.max.amax(axis).detach()
-    weight = decay(states.max.detach(), top.unsqueeze(axis))
-    memory = tile(weight, states.memory.shape[-2], -1)[..., None] * states.memory
-    return State(top, (weight * states.sum).sum(axis), memory.sum(axis))
-
-
-def merge_rows(states: State, count: int) -> State:
-    """Merge each `count` States in turn: (batch * count, ...) -> (batch, ...)."""
-    return merge_along(State(*(x.unflatten(0, (-1, count)) for x in states)), 1)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Grid, Layout, Ragged
+from ndlightnet.layout import Grid, Layout
 from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.limits import axes_reason, sizes_reason
 from ndlightnet.ops.local_mixing import shifts
@@ -37,15 +37,12 @@ def where(layout: Layout, offsets: Offsets, device: torch.device) -> Where:
     flat = [o for offset in offsets for o in offset]
     shape = [max(sizes) for sizes in zip(*layout.shapes, strict=True)]
     boxes = [local_boxes.box(shape, len(offsets), backward) for backward in (False, True)]
-    tables: list[Tensor | None] = [None, None]
-    if isinstance(layout, Ragged):
-        pack = layout
 
-        def make() -> list[Tensor | None]:
-            firsts = pack.offsets[:-1]
-            return [local_boxes.table(pack.shapes, firsts, box).to(device) for box in boxes]
+    def make() -> list[Tensor]:
+        pack: Any = layout
+        return [local_boxes.table(pack.shapes, pack.offsets[:-1], box).to(device) for box in boxes]
 
-        tables = pack.cached(("boxes", *boxes, device), make)
+    tables = layout.table(("boxes", *boxes, device), make) or (None, None)
     front, back = ([*box.patch, *box.rows] for box in boxes)
     return Where(tables[0], tables[1], shape, front, back, flat)
 

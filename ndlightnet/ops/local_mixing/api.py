@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Grid, Layout, Part, Ragged, add_planes
+from ndlightnet.layout import Grid, Layout
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.local_mixing import _triton, reference, shifts
+from ndlightnet.parallel import add_planes
 
 
 def local_mixing(
@@ -26,8 +27,8 @@ def local_mixing(
     """Return u_t = sum over i of weight_i * x_(t - offsets_i): a depthwise convolution.
 
     x: tokens (batch, *grid, dim) on a grid of any number of axes; with a layout (batch, length,
-    dim), where the batch of a Ragged is 1 and no tap leaves its sample; with a Part taps reach into
-    the parts beside it. What lies outside the grid counts as 0. weight: (taps, dim). offsets: for
+    dim), where the batch of a Ragged is 1 and no tap leaves its sample; taps reach into the slabs beside
+    one. What lies outside the grid counts as 0. weight: (taps, dim). offsets: for
     each tap one int per axis; see `star` and `dense`. If no offset is below 0 along the first axis,
     a token reads no later frame. mask: bool (batch, *grid), or (batch, length) with a layout, False
     where x counts as 0.
@@ -41,7 +42,13 @@ def local_mixing(
         mask = grid.flatten_mask(mask)
         flat = local_mixing(grid.flatten(x), weight, taps, layout=grid, mask=mask, impl=impl)
         return grid.unflatten(flat)
-    if isinstance(grid, Part):
+    if not grid.joint:
+
+        def alone(grid: Layout, x: Tensor, mask: Tensor | None) -> Tensor:
+            return local_mixing(x, weight, taps, layout=grid, mask=mask, impl=impl)
+
+        return grid.map_samples(alone, x, mask)
+    if grid.axis is not None:
         return begin_local_mixing(x, weight, taps, layout=grid, mask=mask, impl=impl)()
     cells = x.reshape(x.shape[0], *[1] * (grid.ndim - 1), grid.length, x.shape[-1])
     chosen = resolve("local_mixing", impl, cells, None, weight)
@@ -59,10 +66,7 @@ def local_mixing(
             return reference.local_mixing(x, weight, taps, grid)
 
         return grid.map_samples(mix, x)
-    if isinstance(grid, Ragged):
-        return shifts.on_pack(x, weight, taps, grid)
-    assert isinstance(grid, Grid)
-    return shifts.on_grid(x, weight, taps, grid)
+    return shifts.mixed(x, weight, taps, grid)
 
 
 def begin_local_mixing(
@@ -74,13 +78,13 @@ def begin_local_mixing(
     mask: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Callable[[], Tensor]:
-    """Return, when called, `local_mixing`, where a Part already sends what its neighbours read."""
-    if not isinstance(layout, Part):
+    """Return, when called, `local_mixing`, where a slab already sends what its neighbours read."""
+    if layout.axis is None:
         out = local_mixing(x, weight, offsets, layout=layout, mask=mask, impl=impl)
         return lambda: out
     if mask is not None:
         x = x.masked_fill(~mask[..., None], 0)
-    dim, grid = 1 + layout.axis, Grid(layout.shape)
+    dim, grid = 1 + layout.axis, Grid(layout.shapes[0])
     along = [offset[layout.axis] for offset in offsets]
     before, after = max(0, *along), max(0, *(-n for n in along))
     cells, received = layout.halo(grid.unflatten(x), dim, before, after)
@@ -100,7 +104,7 @@ def begin_local_mixing(
     def wait() -> Tensor:
         first, last = received()
         y = local_mixing(grid.flatten(cells), weight, offsets, layout=grid, impl=impl)
-        own = layout.shape[layout.axis]
+        own = cells.shape[dim]
         sides = beside(first, min(before, own), True), beside(last, min(after, own), False)
         return add_planes(y, *sides, dim, cells.shape)
 
@@ -138,9 +142,8 @@ def _check(
         raise ValueError(f"offsets={offsets}: expected one or more, each of {grid.ndim} ints, and none twice")
     if weight.shape != (len(taps), x.shape[-1]):
         raise ValueError(f"weight {tuple(weight.shape)}: expected (taps, dim) = {(len(taps), x.shape[-1])}")
-    rows = isinstance(grid, Ragged)
-    if flat and (x.ndim != 3 or x.shape[1] != grid.length or (rows and x.shape[0] != 1)):
-        raise ValueError(f"x {tuple(x.shape)}: expected (batch, {grid.length}, dim) of {grid}")
+    if flat:
+        grid.check_flat(x)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
         raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(x.shape[:-1])}")
     return taps

@@ -135,13 +135,15 @@ def on_grid(x: Tensor, weight: Tensor, offsets: Offsets, grid: Grid) -> Tensor:
     return grid.flatten(u).to(x.dtype)
 
 
-def on_pack(x: Tensor, weight: Tensor, offsets: Offsets, layout: Ragged) -> Tensor:
-    """Mix tokens (1, length, dim) of samples end to end."""
+def mixed(x: Tensor, weight: Tensor, offsets: Offsets, layout: Any) -> Tensor:
+    """Mix tokens (batch, length, dim)."""
+    sources = layout.table(("neighbours", offsets, x.device), lambda: _neighbours(layout, offsets).to(x.device))
+    if sources is None:
+        return on_grid(x, weight, offsets, layout)
     acc = accumulator(x)
     source = torch.cat([x[0].to(acc), x.new_zeros(1, x.shape[-1], dtype=acc)])
-    sources = layout.cached(("neighbours", offsets, x.device), lambda: _neighbours(layout, offsets))
     u: Any = 0
-    for w, at in zip(weight.to(acc), sources.to(x.device), strict=True):
+    for w, at in zip(weight.to(acc), sources, strict=True):
         u = u + w * source.index_select(0, at)
     return u.to(x.dtype)[None]
 

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.sampling import mixed, replica, share_samples
 from ndlightnet.inference import OutOfCore
-from ndlightnet.layout import Processes, Shard, activated
 from ndlightnet.models.hub import Pretrained
+from ndlightnet.parallel import Processes, Shard, activated
 from ndlightnet.training.core.checkpoints import load_initial, some_of
 from ndlightnet.training.core.costs import CostMonitor
 from ndlightnet.training.core.optim import adamw_with_cosine

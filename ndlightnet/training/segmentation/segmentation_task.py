@@ -15,7 +15,7 @@ from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import upright
 from ndlightnet.inference import Ensemble, Mirrored, OutOfCore, keep_largest, predict_labels, predict_volume
-from ndlightnet.layout import split_sizes
+from ndlightnet.parallel import split_sizes
 from ndlightnet.training.core.checkpoints import check_checkpoint
 from ndlightnet.training.core.costs import Cost, Meter, case_costs
 from ndlightnet.training.core.options import check

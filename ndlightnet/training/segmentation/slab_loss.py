@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Shard
+from ndlightnet.parallel import Shard
 
 SMOOTH = 1e-5  # of MONAI's DiceCELoss
 

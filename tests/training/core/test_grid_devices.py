@@ -18,7 +18,7 @@ from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.sampling import SeededSampler, replica, share_samples
 from ndlightnet.inference import OutOfCore
-from ndlightnet.layout import Exchange, Shard
+from ndlightnet.parallel import Exchange, Shard
 from ndlightnet.training import ImageTask, SegmentationTask, TextTask
 from ndlightnet.training.segmentation.slab_loss import dice_ce_of_slabs
 
@@ -26,12 +26,12 @@ ROOT = Path(__file__).parents[3]
 
 
 class Alone(Exchange):
-    """The exchange of a single part."""
+    """The exchange of a single slab."""
 
     rank, count = 0, 1
 
-    def swap(self, given, shapes):
-        return lambda: list(given)
+    def all_to_all(self, sends, shapes):
+        return lambda: list(sends)
 
 
 def options(folder: Path, data: Path) -> list[str]:

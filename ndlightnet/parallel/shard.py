@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.layout import Grid, Ragged
 from ndlightnet.layout.base import Shape, check_integers
-from ndlightnet.layout.exchange import Exchange, Processes
-from ndlightnet.layout.grid import Grid
-from ndlightnet.layout.part import Part, carried_sizes, carry_sizes
-from ndlightnet.layout.ragged import Ragged
-from ndlightnet.layout.spread import Spread
+from ndlightnet.parallel.exchange import Exchange, Processes
+from ndlightnet.parallel.slab import Slab, SlabPack, carried_sizes, carry_sizes
 
 SPACE = 16  # numbers of a message on shapes
 _active: list[Shard] = []
@@ -23,7 +21,7 @@ _active: list[Shard] = []
 class Shard:
     """Which slab of all grids this process has, and sums over the slabs.
 
-    sizes: of all slabs along the axis; None: see `part`.
+    sizes: of all slabs along the axis; None: see `layout`.
     """
 
     def __init__(self, exchange: Exchange, axis: int, sizes: Sequence[int] | None = None) -> None:
@@ -32,7 +30,7 @@ class Shard:
         self.sizes = None if sizes is None else tuple(sizes)
         self.wholes: set[Shape] = set()  # that all processes have cut
 
-    def part(self, x: Tensor, shape: Sequence[int]) -> Part:
+    def layout(self, x: Tensor, shape: Sequence[int]) -> Slab:
         """Return the layout of a slab of this shape, of input x. A tensor that `slab` has cut
         carries the sizes of all slabs; of others, unless `sizes` names them, the processes exchange
         their shapes in every call: an own shape does not tell whether those of others changed."""
@@ -49,9 +47,9 @@ class Shard:
                 f"shard_grid: a slab of {shape} on process {self.rank} of {self.count}, expected "
                 f"one of sizes={sizes} along axis {self.axis}"
             )
-        return Part(shape, axis=self.axis, sizes=sizes, exchange=self.exchange)
+        return Slab(shape, axis=self.axis, sizes=sizes, exchange=self.exchange)
 
-    def spread(self, x: Tensor, layout: Ragged) -> Spread:
+    def pack(self, x: Tensor, layout: Ragged) -> SlabPack:
         """Return the layout of a pack of slabs, of tokens x."""
         shapes = layout.shapes
         head = torch.tensor([self.axis, layout.ndim, len(shapes)], device=x.device)
@@ -73,8 +71,8 @@ class Shard:
                 f"shard_grid: slabs of samples {grids}: expected the same sizes on all "
                 f"processes but for one above 0 along axis {self.axis}"
             )
-        return Spread(
-            Part(shape, axis=self.axis, sizes=tuple(grid[self.axis] for grid in slabs), exchange=self.exchange)
+        return SlabPack(
+            Slab(shape, axis=self.axis, sizes=tuple(grid[self.axis] for grid in slabs), exchange=self.exchange)
             for shape, slabs in zip(shapes, grids, strict=True)
         )
 
@@ -83,7 +81,7 @@ class Shard:
         this length, and are padded with zeros."""
         if length is not None:
             row = torch.nn.functional.pad(row, (0, length - len(row)))
-        return [tuple(row) for row in torch.stack(self.exchange.for_all(row)()).tolist()]
+        return [tuple(row) for row in torch.stack(self.exchange.all_gather(row)()).tolist()]
 
     def _exchanged_sizes(self, x: Tensor, shape: Shape) -> Shape:
         """Return the sizes of all slabs; shape: (batch, *space) of this one."""
@@ -120,12 +118,12 @@ class Shard:
         return self.exchange.total(x)
 
 
-def split_sizes(size: int, parts: int, multiple: int = 1) -> Shape:
-    """Return the sizes of `parts` slabs of an axis, multiples of `multiple` but for the last."""
+def split_sizes(size: int, count: int, multiple: int = 1) -> Shape:
+    """Return the sizes of `count` slabs of an axis, multiples of `multiple` but for the last."""
     units = -(-size // multiple)
-    if units < parts:
-        raise ValueError(f"an axis of {size}: expected {parts} multiples of {multiple} or more, one for each slab")
-    ends = [min(size, multiple * (units * (i + 1) // parts)) for i in range(parts)]
+    if units < count:
+        raise ValueError(f"an axis of {size}: expected {count} multiples of {multiple} or more, one for each slab")
+    ends = [min(size, multiple * (units * (i + 1) // count)) for i in range(count)]
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
@@ -199,16 +197,16 @@ def is_sharded() -> bool:
 
 def layout_of(x: Tensor, first: int) -> Grid:
     """Return the layout of an input (..., *space) whose grid begins at dimension `first`: a Grid,
-    or within `shard_grid` a Part."""
+    or within `shard_grid` a Slab."""
     shape = tuple(x.shape[first:])
-    return _active[-1].part(x, shape) if _active else Grid(shape)
+    return _active[-1].layout(x, shape) if _active else Grid(shape)
 
 
 def layout_of_pack(x: Tensor, layout: Ragged) -> Ragged:
-    """Return the layout of tokens x that lie end to end: within `shard_grid` a Spread."""
-    return _active[-1].spread(x, layout) if _active else layout
+    """Return the layout of tokens x that lie end to end: within `shard_grid` a SlabPack."""
+    return _active[-1].pack(x, layout) if _active else layout
 
 
 def layout_of_tokens(x: Tensor) -> Grid:
     """Return the layout of tokens (batch, *grid, dim)."""
-    return _active[-1].part(x, x.shape[1:-1]) if _active else Grid.of(x)
+    return _active[-1].layout(x, x.shape[1:-1]) if _active else Grid.of(x)

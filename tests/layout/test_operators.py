@@ -1,0 +1,281 @@
+"""For every layout, operator(layout) is the operator on each whole sample: values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ndlightnet.layout import Grid, Layout
+from ndlightnet.nn.block import DropPath
+from ndlightnet.nn.convolutional import ConvBlock, NormSiLU
+from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.ops import Position, axis_causal_attention, axis_scan, global_attention
+from ndlightnet.ops.local_mixing import dense, local_mixing, star
+from ndlightnet.parallel import Slab
+
+from .arrangements import BOXES, GRIDS, PACKS, PACKS_OF_SLABS, SLABS, Arrangement
+from .threads import on_threads
+
+HEADS, DIM = 2, 8
+Weights = dict[str, Tensor]
+
+
+class Operation(NamedTuple):
+    """run(layout, tokens, mask, weights) maps tokens (batch, length, ...) by name to tokens. inputs: their sizes
+    behind those of the grid; those of `hidden` are NaN where the mask hides them. weights: sizes of parameters for a
+    number of axes."""
+
+    run: Callable[[Layout, dict[str, Tensor], Tensor | None, Weights], Tensor]
+    inputs: dict[str, tuple[int, ...]]
+    hidden: tuple[str, ...]
+    weights: Callable[[int], dict[str, tuple[int, ...]]]
+
+
+ATTENTION = {"q": (HEADS, DIM), "k": (HEADS, DIM), "v": (HEADS, 3)}
+
+
+def position(layout: Layout, weights: Weights, kind: str | None) -> Any:
+    return Position(weights["theta"], layout, kind) if kind else None
+
+
+def attend(kind: str | None, layout: Layout, x: dict[str, Tensor], mask: Tensor | None, weights: Weights) -> Tensor:
+    where = position(layout, weights, kind)
+    return global_attention(x["q"], 3 * x["k"], x["v"], mask=mask, position=where, layout=layout, impl="torch")
+
+
+def attend_causally(
+    kind: str | None, window: int | None, forget: Any, layout: Layout, x: dict[str, Tensor], mask: Any, weights: Weights
+) -> Tensor:
+    where, options = position(layout, weights, kind), {"window": window, "forget": forget, "impl": "torch"}
+    return axis_causal_attention(x["q"], x["k"], x["v"], layout, mask=mask, position=where, **options)[0]
+
+
+def scan(both: bool, layout: Layout, x: dict[str, Tensor], mask: Tensor | None, weights: Weights) -> Tensor:
+    decay = -weights["decay"].exp()
+    reverse = (weights["back"], 2 * decay) if both else None
+    return axis_scan(x["x"], weights["coef"], decay, reverse, mask, layout=layout, residual=both, impl="torch")
+
+
+def mix(offsets: Any, layout: Layout, x: dict[str, Tensor], mask: Tensor | None, weights: Weights) -> Tensor:
+    taps = offsets(layout.ndim)
+    return local_mixing(x["x"], weights["taps"][: len(taps)], taps, layout=layout, mask=mask, impl="torch")
+
+
+def pool(layout: Layout, x: dict[str, Tensor], mask: Tensor | None, weights: Weights) -> Tensor:
+    """The mean of each sample, at each of its tokens."""
+    values = layout.spread_samples(layout.pool(x["x"], mask))
+    return values.expand(*x["x"].shape[:2], values.shape[-1])
+
+
+def angles(ndim: int) -> dict[str, tuple[int, ...]]:
+    return {"theta": (HEADS, DIM)}
+
+
+def half_angles(ndim: int) -> dict[str, tuple[int, ...]]:
+    return {"theta": (HEADS, DIM // 2)}
+
+
+def scans(ndim: int) -> dict[str, tuple[int, ...]]:
+    return {"coef": (ndim, DIM + 1, 3), "back": (ndim, DIM + 1, 3), "decay": (ndim, 3)}
+
+
+def taps(ndim: int) -> dict[str, tuple[int, ...]]:
+    return {"taps": (5**ndim, DIM)}
+
+
+def nothing(ndim: int) -> dict[str, tuple[int, ...]]:
+    return {}
+
+
+MERGED = {
+    "global, cosine": Operation(partial(attend, "cosine"), ATTENTION, ("k", "v"), angles),
+    "global, rotary": Operation(partial(attend, "rotary"), ATTENTION, ("k", "v"), half_angles),
+    "global, no position": Operation(partial(attend, None), ATTENTION, ("k", "v"), nothing),
+    "pool": Operation(pool, {"x": (DIM,)}, ("x",), nothing),
+}
+OPERATIONS = MERGED | {
+    **{
+        f"causal, {kind}, window={window}, forget={forget}": Operation(
+            partial(attend_causally, kind, window, torch.tensor(forget) if isinstance(forget, tuple) else forget),
+            ATTENTION,
+            ("k", "v"),
+            angles if kind else nothing,
+        )
+        for kind, window, forget in (
+            ("cosine", None, 0.0),
+            ("cosine", None, (0.3, 0.0)),
+            ("cosine", 3, 0.0),
+            ("cosine", 2, (0.0, 0.2)),
+            (None, 1, 0.0),
+            (None, None, 0.5),
+            (None, 20, 0.1),
+        )
+    },
+    "scan": Operation(partial(scan, False), {"x": (DIM + 1,)}, ("x",), scans),
+    "scan, both ways": Operation(partial(scan, True), {"x": (DIM + 1,)}, (), scans),
+    "mixing, star": Operation(partial(mix, partial(star, radius=1)), {"x": (DIM,)}, ("x",), taps),
+    "mixing, box of 2": Operation(partial(mix, partial(dense, radius=2)), {"x": (DIM,)}, ("x",), taps),
+    "mixing, causal": Operation(partial(mix, partial(star, radius=1, causal=True)), {"x": (DIM,)}, ("x",), taps),
+}
+
+
+def check(operation: Operation, arrangement: Arrangement, masked: bool) -> None:
+    """Compare the values at tokens that are not hidden, and all gradients."""
+    shapes, inputs = arrangement.shapes, operation.inputs
+    masks = [torch.rand(shape) > 0.3 if masked else torch.ones(shape, dtype=torch.bool) for shape in shapes]
+    samples = {name: [torch.randn(*s, *more, dtype=torch.float64) for s in shapes] for name, more in inputs.items()}
+    for name in operation.hidden if masked else ():
+        for x, mask in zip(samples[name], masks, strict=True):
+            x[~mask] = torch.nan
+    sizes = operation.weights(len(shapes[0]))
+    weights = {name: torch.randn(size, dtype=torch.float64).requires_grad_() for name, size in sizes.items()}
+    leaves = [x.requires_grad_() for each in samples.values() for x in each] + list(weights.values())
+
+    def run(layout: Layout, rank: int) -> Tensor:
+        x = {name: arrangement.rows(each, rank) for name, each in samples.items()}
+        return operation.run(layout, x, arrangement.rows(masks, rank) if masked else None, weights)
+
+    expected = [
+        operation.run(
+            Grid(shape),
+            {name: each[i].flatten(0, len(shape) - 1)[None] for name, each in samples.items()},
+            masks[i].flatten()[None] if masked else None,
+            weights,
+        )[0].unflatten(0, shape)
+        for i, shape in enumerate(shapes)
+    ]
+    actual = arrangement.joined(arrangement.run(run))
+    ours, theirs = (torch.cat([y[mask] for y, mask in zip(ys, masks, strict=True)]) for ys in (actual, expected))
+    assert theirs.isfinite().all()
+    torch.testing.assert_close(ours, theirs)
+    scale = torch.randn_like(theirs)
+    both = [torch.autograd.grad((y * scale).sum(), leaves, allow_unused=True) for y in (ours, theirs)]
+    for one, other in zip(*both, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert other.isfinite().all()
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("arrangement", [*GRIDS, *PACKS, *SLABS, *PACKS_OF_SLABS], ids=lambda one: one.name)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operator_is_that_of_each_whole_sample(name, arrangement, masked):
+    check(OPERATIONS[name], arrangement, masked)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("arrangement", BOXES, ids=lambda one: one.name)
+@pytest.mark.parametrize("name", MERGED)
+def test_what_is_about_a_sample_reads_all_its_boxes(name, arrangement, masked):
+    check(OPERATIONS[name], arrangement, masked)
+
+
+@pytest.mark.parametrize("name", ["scan", "scan, both ways", "mixing, star", "mixing, box of 2", "mixing, causal"])
+def test_what_is_about_lines_and_neighbours_stays_in_a_box(name):
+    operation, layout = OPERATIONS[name], BOXES[1].layout(None)
+    x = torch.randn(8, layout.length, *operation.inputs["x"], dtype=torch.float64)
+    weights = {key: torch.randn(size, dtype=torch.float64) for key, size in operation.weights(2).items()}
+    mask = torch.rand(8, layout.length) > 0.3
+    boxes, rows = (operation.run(one, {"x": x}, mask, weights) for one in (layout, Grid(layout.shape)))
+    assert torch.equal(boxes, rows)
+
+
+def test_causal_forms_take_no_boxes():
+    x = torch.randn(8, 6, HEADS, DIM)
+    with pytest.raises(ValueError, match="its rows are boxes of samples, expected whole samples in a causal form"):
+        axis_causal_attention(x, x, x, BOXES[1].layout(None))
+
+
+@pytest.mark.parametrize("arrangement", [*GRIDS, *PACKS, *SLABS, *PACKS_OF_SLABS, *BOXES], ids=lambda one: one.name)
+def test_stochastic_depth_drops_whole_samples(arrangement):
+    layer = DropPath(0.5).train()
+    samples = [torch.ones(*shape, 2) for shape in arrangement.shapes]
+    dropped = set()
+    for _ in range(8):
+        rows = arrangement.run(lambda layout, rank: layer(arrangement.rows(samples, rank), layout))
+        means = [x.mean().item() for x in arrangement.joined(rows)]
+        assert set(means) <= {0.0, 2.0}
+        dropped.add(tuple(means))
+    assert len(dropped) > 1
+
+
+def convolve(layer: Any, layout: Any, x: dict[str, Tensor], mask: None, weights: Weights) -> Tensor:
+    cells = layer(layout.unflatten(x["x"]).movedim(-1, 1), layout=layout)
+    return layout.flatten(cells.movedim(1, -1))
+
+
+@pytest.mark.parametrize("arrangement", [*GRIDS[:3], *SLABS], ids=lambda one: one.name)
+@pytest.mark.parametrize("kind", ["norm", "block"])
+def test_convolutions_and_norms_see_the_whole(kind, arrangement):
+    """With the gradient of the input; and what runs without a gradient."""
+    dims = len(arrangement.shapes[0])
+    layer = (NormSiLU(DIM) if kind == "norm" else ConvBlock(dims, DIM, DIM)).double()
+    operation = Operation(partial(convolve, layer), {"x": (DIM,)}, (), nothing)
+    check(operation, arrangement, False)
+    samples = [torch.randn(*shape, DIM, dtype=torch.float64) for shape in arrangement.shapes]
+
+    def run(layout: Layout, rank: int) -> Tensor:
+        with torch.no_grad():
+            return convolve(layer, layout, {"x": arrangement.rows(samples, rank)}, None, {})
+
+    expected = convolve(layer, Grid(arrangement.shapes[0]), {"x": torch.stack(samples).flatten(1, dims)}, None, {})
+    torch.testing.assert_close(torch.stack(arrangement.joined(arrangement.run(run))).flatten(1, dims), expected)
+
+
+STATE = HEADS * (2 * DIM + 2 * DIM * 3)  # numbers of a sample's State with angles
+SENT = {  # by the first of two slabs of 3 and 2 planes of 4 cells: collectives, numbers for each sample
+    "global, cosine": (1, STATE),
+    "pool": (1, DIM),
+    "causal, cosine, window=None, forget=0.0": (1, STATE),
+    "causal, cosine, window=3, forget=0.0": (1, 2 * STATE),
+    "causal, None, window=1, forget=0.0": (0, 0),
+    "scan": (2, 3 * 4 * (DIM // 2) + 2 * 4 * (DIM // 2 + 1)),
+    "mixing, star": (1, 4 * DIM),
+    "mixing, box of 2": (1, 2 * 4 * DIM),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_what_slabs_send(name):
+    slabs, operation, sent = SLABS[1], OPERATIONS[name], []
+    weights = {key: torch.randn(size).double() for key, size in operation.weights(2).items()}
+
+    def run(layout: Layout, rank: int) -> None:
+        x = {key: torch.randn(2, layout.length, *size).double() for key, size in operation.inputs.items()}
+        operation.run(layout, x, None, weights)
+        exchange: Any = layout.exchange  # type: ignore[attr-defined]
+        sent.append((rank, exchange.calls, exchange.numbers / 2))
+
+    slabs.run(run)
+    assert sorted(sent)[0][1:] == SENT[name]
+    assert len({calls for _, calls, _ in sent}) == 1
+
+
+def test_an_exchange_is_awaited_when_its_result_is_needed():
+    """Local mixing begun before an attention sends its planes before the attention's States."""
+    order: list[str] = []
+
+    class Noted(Slab):
+        def halo(self, *inputs: Any) -> Any:
+            x, received = super().halo(*inputs)
+            order.append("begin")
+            return x, lambda: order.append("wait") or received()
+
+        def merge(self, state: Any) -> Any:
+            order.append("merge")
+            return super().merge(state)
+
+    mixer = LightNetAttention(8, heads=2, dims=2).double()
+
+    def run(exchange: Any) -> None:
+        layout = Noted((2, 3), axis=0, sizes=(2,), exchange=exchange)
+        mixer(torch.randn(1, 6, 8, dtype=torch.float64), layout=layout)
+
+    on_threads(1, run)
+    assert order == ["begin", "merge", "wait"]
