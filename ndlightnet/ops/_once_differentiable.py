@@ -44,9 +44,9 @@ def once_differentiable(backward: Backward) -> Backward:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return backward(ctx, *grads)
         saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
-        given = {**vars(ctx), "saved_tensors": saved, "needs_input_grad": ctx.needs_input_grad}
+        attributes = {**vars(ctx), "saved_tensors": saved, "needs_input_grad": ctx.needs_input_grad}
         with torch.no_grad():
-            out = backward(SimpleNamespace(**given), *grads)
+            out = backward(SimpleNamespace(**attributes), *grads)
         sources = [x for x in (*saved, *grads) if isinstance(x, Tensor) and x.requires_grad]
         return tuple(
             _Final.apply(x, *sources) if isinstance(x, Tensor) else x  # type: ignore

@@ -143,8 +143,8 @@ def _differentiate(
     constants = [x for x in inputs if not inputs[x].startswith("Tensor")]
     has = [x for x in inputs if f"has_{x}" in arguments]
     needs = [x for x in inputs if f"needs_{x}" in arguments]
-    known = [*tensors, *constants, *(f"has_{x}" for x in has), *grads, *(f"needs_{x}" for x in needs)]
-    order = [known.index(x) for x in arguments]
+    names = [*tensors, *constants, *(f"has_{x}" for x in has), *grads, *(f"needs_{x}" for x in needs)]
+    order = [names.index(x) for x in arguments]
     tensors_at, constants_at, has_at = ([forward.index(x) for x in part] for part in (tensors, constants, has))
     unused_at = [forward.index(x) for x in outputs if f"d{x}" not in arguments]
     needs_at, targets_at = ([forward.index(x) for x in part] for part in (needs, targets))
@@ -163,7 +163,7 @@ def _differentiate(
         # saved_tensors is read once: checkpointing allows it a single time
         values = (*ctx.saved_tensors, *ctx.constants, *grads, *[needed[i] for i in needs_at])
         if gradient.again is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            named = dict(zip(known, values, strict=True))
+            named = dict(zip(names, values, strict=True))
             computed = gradient.again([needed[i] for i in targets_at], **named)
         else:
             computed = operator(*[values[i] for i in order])

@@ -44,8 +44,8 @@ def supports(operation: str, k: Tensor, v: Tensor, decay: Tensor | None = None, 
     if (head_dim := max(k.shape[-1], v.shape[-1])) > MOST_CHANNELS:
         return Support(f"{head_dim} channels a head: expected {MOST_CHANNELS} or fewer")
     one = decay is not None and decay.shape[-1] == 1
-    given = (k, v, *others) if decay is None else (k, v, decay, *others)
-    learnt = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    inputs = (k, v, *others) if decay is None else (k, v, decay, *others)
+    learnt = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if one and learnt and _wrong_gradients(k.device):
         return Support(
             "a gradient with one decay a head on a Hopper card with Triton 3.4 to 3.7.0, where it "

@@ -176,9 +176,9 @@ def by_autograd(
             for y, want in zip(saved, wants, strict=True)
         ]
         x, weight, bias, residual = inputs
-        wanted = [y for y, want in zip(inputs, wants, strict=True) if want]
+        learnt = [y for y, want in zip(inputs, wants, strict=True) if want]
         out = function(x, weight, bias, residual, eps)
-        grads = iter(torch.autograd.grad(out, wanted, dout, create_graph=second))
+        grads = iter(torch.autograd.grad(out, learnt, dout, create_graph=second))
     return [next(grads) if want else None for want in wants]
 
 

@@ -47,9 +47,9 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (q, basis, given), dy = ctx.saved_tensors, grads[0]
+        (q, basis, amount), dy = ctx.saved_tensors, grads[0]
         with exact(q):
-            a, h, w, b = _scores(q, basis, given, ctx.scale)
+            a, h, w, b = _scores(q, basis, amount, ctx.scale)
             g = torch.einsum("bgmhd,hrd->bgmhr", dy, b).to(a.dtype)
             dw = g * h
             dz = ctx.scale * w * (dw - (w * dw).sum(-1, keepdim=True))
@@ -58,7 +58,7 @@ class _Read(torch.autograd.Function):
             dq = torch.einsum("bgmhr,hrd->bgmhd", da, b)
             dbasis = torch.einsum("bgmhr,bgmhd->hrd", wh, dy)
             dbasis = dbasis + torch.einsum("bgmhr,bgmhd->hrd", da, q)
-        return dq, dbasis.to(basis.dtype), dh.to(given.dtype), None
+        return dq, dbasis.to(basis.dtype), dh.to(amount.dtype), None
 
 
 def amounts(basis: Tensor, mean: Tensor) -> Tensor:

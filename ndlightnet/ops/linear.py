@@ -40,7 +40,7 @@ def gather(k: Tensor, v: Tensor) -> Sums:
         return Sums(k.sum(-2), k.mT @ v)
 
 
-def recall(q: Tensor, sums: Sums, dtype: torch.dtype, denominator: bool) -> Tensor:
+def read_sums(q: Tensor, sums: Sums, dtype: torch.dtype, denominator: bool) -> Tensor:
     """Read Sums with queries (..., length, heads, dim): (..., length, heads, value_dim)."""
     with exact(q):
         q = q.to(sums.memory.dtype).transpose(-3, -2)
@@ -63,7 +63,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, denominator: bool, impl
         )
     if resolve("linear_attention", impl, k, v) == "reference":
         return _reference(q, k, v, None, None, denominator)
-    return recall(q, gather(k, v), v.dtype, denominator)
+    return read_sums(q, gather(k, v), v.dtype, denominator)
 
 
 def causal_linear_attention(
@@ -96,7 +96,7 @@ def causal_linear_attention(
     q, k, v = (x.unflatten(1, (frames, -1)) for x in (q, k, v))
     new = gather(k, v)
     totals = Sums(*(first[:, None] + prefix_sum(x) for first, x in zip(sums, new, strict=True)))
-    y = recall(q, totals, v.dtype, denominator)
+    y = read_sums(q, totals, v.dtype, denominator)
     return y.flatten(1, 2), Sums(*(x[:, -1] for x in totals))
 
 

@@ -28,7 +28,7 @@ HAS_WINDOWS = torch.__version__ >= "2.11"  # torch.nn.attention.varlen takes a w
 COPIES = 4  # of a key in tiles: with this many or more, the backward pass recomputes the tiles
 
 
-class _Cut(NamedTuple):
+class _Tiling(NamedTuple):
     """One axis cut into tiles: tile b is the `size` tokens from b * step - lead on."""
 
     tiles: int
@@ -37,50 +37,52 @@ class _Cut(NamedTuple):
     lead: int
 
 
-def _cut(n: int, window: int, past: int, causal: bool, ndim: int) -> _Cut:
-    """Return the cut of the keys along an axis of n queries, with `past` keys before them."""
+def _tiling(n: int, window: int, past: int, causal: bool, ndim: int) -> _Tiling:
+    """Return the tiling of the keys along an axis of n queries, with `past` keys before them."""
     halo = window - 1
     step = max(halo, round(TILE ** (1 / ndim)))
     tiles, size = -(-n // step), step + halo * (1 if causal else 2)
     if tiles * step * size >= n * (n + past):  # a single tile has fewer pairs
-        return _Cut(1, n, n + past, past)
-    return _Cut(tiles, step, size, halo)
+        return _Tiling(1, n, n + past, past)
+    return _Tiling(tiles, step, size, halo)
 
 
-def _tiles(x: Tensor, cuts: Sequence[_Cut], past: int = 0) -> Tensor:
+def _tiles(x: Tensor, tilings: Sequence[_Tiling], past: int = 0) -> Tensor:
     """Cut `(batch, *grid, heads, c)` to `(batch, tiles, heads, tokens of a tile, c)`, 0 outside."""
-    ndim, pads = len(cuts), [0, 0, 0, 0]
-    for axis, cut in reversed(list(enumerate(cuts))):
-        before = cut.lead - (past if axis == 0 else 0)
-        whole = (cut.tiles - 1) * cut.step + cut.size
-        pads += [before, whole - before - x.shape[1 + axis]]
+    ndim, pads = len(tilings), [0, 0, 0, 0]
+    for axis, tiling in reversed(list(enumerate(tilings))):
+        before = tiling.lead - (past if axis == 0 else 0)
+        padded = (tiling.tiles - 1) * tiling.step + tiling.size
+        pads += [before, padded - before - x.shape[1 + axis]]
     x = pad(x, pads)
-    for axis, cut in enumerate(cuts):
-        x = x.unfold(1 + axis, cut.size, cut.step)  # the tokens of the tile go last
+    for axis, tiling in enumerate(tilings):
+        x = x.unfold(1 + axis, tiling.size, tiling.step)  # the tokens of the tile go last
     x = x.movedim(ndim + 2, -1)  # then the channels
     return x.flatten(1, ndim).flatten(3, -2)
 
 
-def _untile(x: Tensor, cuts: Sequence[_Cut], shape: Sequence[int]) -> Tensor:
+def _untile(x: Tensor, tilings: Sequence[_Tiling], shape: Sequence[int]) -> Tensor:
     """Invert `_tiles` without a halo: `(batch, tiles, heads, tokens, c)` -> `(batch, *grid, heads,
     c)`."""
-    ndim = len(cuts)
-    x = x.unflatten(3, [cut.size for cut in cuts]).unflatten(1, [cut.tiles for cut in cuts])
+    ndim = len(tilings)
+    x = x.unflatten(3, [tiling.size for tiling in tilings]).unflatten(1, [tiling.tiles for tiling in tilings])
     pairs = [d for axis in range(ndim) for d in (1 + axis, 2 + ndim + axis)]
     x = x.permute(0, *pairs, 1 + ndim, 2 + 2 * ndim)
-    x = x.reshape(x.shape[0], *(cut.tiles * cut.step for cut in cuts), *x.shape[-2:])
+    x = x.reshape(x.shape[0], *(tiling.tiles * tiling.step for tiling in tilings), *x.shape[-2:])
     for axis, n in enumerate(shape):
         x = x.narrow(1 + axis, 0, n)
     return x
 
 
-def _band(q: Tensor, cuts: Sequence[_Cut], windows: Sequence[int], tables: Sequence[Tensor], causal: bool) -> Tensor:
+def _band(
+    q: Tensor, tilings: Sequence[_Tiling], windows: Sequence[int], tables: Sequence[Tensor], causal: bool
+) -> Tensor:
     """Return what is added to the scores of every tile: the bias, or -inf outside the
     neighbourhood; (heads or 1, queries of a tile, keys of a tile)."""
-    ndim, total = len(cuts), q.new_zeros(1)
-    for axis, (cut, window) in enumerate(zip(cuts, windows, strict=True)):
-        at = torch.arange(cut.size, device=q.device) - cut.lead
-        offset = at - torch.arange(cut.step, device=q.device)[:, None]  # j - i
+    ndim, total = len(tilings), q.new_zeros(1)
+    for axis, (tiling, window) in enumerate(zip(tilings, windows, strict=True)):
+        at = torch.arange(tiling.size, device=q.device) - tiling.lead
+        offset = at - torch.arange(tiling.step, device=q.device)[:, None]  # j - i
         last = 0 if causal and axis == 0 else window - 1
         far = (offset <= -window) | (offset > last)
         if tables:
@@ -101,7 +103,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    cuts: Sequence[_Cut],
+    tilings: Sequence[_Tiling],
     windows: Sequence[int],
     tables: Sequence[Tensor],
     causal: bool,
@@ -109,23 +111,23 @@ def _attend(
 ) -> Tensor:
     """Attend in all tiles at once."""
     shape, dim, past = q.shape[1:-2], q.shape[-1], k.shape[1] - q.shape[1]
-    query_cuts = [_Cut(cut.tiles, cut.step, cut.step, 0) for cut in cuts]
+    query_tilings = [_Tiling(tiling.tiles, tiling.step, tiling.step, 0) for tiling in tilings]
     present = k.new_ones(1, *k.shape[1:-2], 1, 1)
     if mask is not None:
         present = mask[..., None, None].to(k.dtype)
         v = v.masked_fill(~mask[..., None, None], 0)
-    query, key, value = _tiles(q, query_cuts), _tiles(k, cuts, past), _tiles(v, cuts, past)
+    query, key, value = _tiles(q, query_tilings), _tiles(k, tilings, past), _tiles(v, tilings, past)
     # Padding is marked by one more channel: 1 in all queries, a large negative number in absent
     # keys, since a mask would be as large as all scores. Absent values are 0, so a token that can
     # read nothing gets 0. Up to 7 channels of zeros: kernels need a multiple of 8 channels.
-    absent = (_tiles(present, cuts, past) - 1) * (torch.finfo(k.dtype).max / 4)
+    absent = (_tiles(present, tilings, past) - 1) * (torch.finfo(k.dtype).max / 4)
     zeros = 7 - dim % 8
     key = torch.cat([pad(key, (0, zeros)), absent.expand(*key.shape[:-1], 1)], -1)
     one = query.new_ones(()).expand(*query.shape[:-1], 1)
     query = torch.cat([pad(query * scale, (0, zeros)), one], -1)
-    band = _band(q, cuts, windows, tables, causal)
+    band = _band(q, tilings, windows, tables, causal)
     y = softmax_attention(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), attn_mask=band[None], scale=1.0)
-    return _untile(y.unflatten(0, query.shape[:2]), query_cuts, shape)
+    return _untile(y.unflatten(0, query.shape[:2]), query_tilings, shape)
 
 
 def flash_support(q: Tensor, bias: Sequence[Tensor], mask: Tensor | None) -> Support:
@@ -242,14 +244,14 @@ def local_attention(
     scale = dim**-0.5 if scale is None else scale
     if flash_support(q, tables, mask):
         return _flash(q, k, v, windows[0], causal, scale)
-    cuts = [
-        _cut(n, w, past if axis == 0 else 0, causal and axis == 0, ndim)
+    tilings = [
+        _tiling(n, w, past if axis == 0 else 0, causal and axis == 0, ndim)
         for axis, (n, w) in enumerate(zip(shape, windows, strict=True))
     ]
-    inputs = (q, k, v, mask, cuts, windows, tables, causal, scale)
+    inputs = (q, k, v, mask, tilings, windows, tables, causal, scale)
     copies = 1.0
-    for cut, n in zip(cuts, k.shape[1:-2], strict=True):
-        copies *= cut.tiles * cut.size / n
+    for tiling, n in zip(tilings, k.shape[1:-2], strict=True):
+        copies *= tiling.tiles * tiling.size / n
     if plain() or copies < COPIES:
         return _attend(*inputs)
     # recomputed in the backward pass rather than stored until then

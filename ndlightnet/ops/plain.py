@@ -27,12 +27,12 @@ def plain() -> bool:
     return transformed() or torch._C._get_tracing_state() is not None
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Run torch's scaled_dot_product_attention, in transforms by the form that has a derivative in
     forward mode."""
     if not transformed():
-        return scaled_dot_product_attention(q, k, v, **how)
+        return scaled_dot_product_attention(q, k, v, **options)
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.MATH):
-        return scaled_dot_product_attention(q, k, v, **how)
+        return scaled_dot_product_attention(q, k, v, **options)

@@ -36,8 +36,9 @@ def _window_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 def _window_backward(*inputs: Any) -> Any:
     from ndlightnet_kernels import window_backward as kernels
 
-    given, learn, position = inputs[: -FIELDS - 1], inputs[-FIELDS - 1], FlatPosition(*inputs[-FIELDS:])
-    *grads, dtheta = kernels.backward(*given, position=position, learn=learn)
+    learn, position = inputs[-FIELDS - 1], FlatPosition(*inputs[-FIELDS:])
+    arguments = (*inputs[: -FIELDS - 1], position, learn)
+    *grads, dtheta = kernels.backward(*arguments)
     return *grads, _theta_gradient(dtheta, position.theta, learn)
 
 

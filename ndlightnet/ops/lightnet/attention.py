@@ -158,7 +158,7 @@ def read(q: Tensor, state: State, *, position: Position | None = None, impl: Imp
         out: Tensor = _triton.read(q, state.sum, state.memory, *_triton.of_grid(position))
         return out
     with exact(q):
-        how = reference.recall if chosen == "reference" else parallel.read
+        how = reference.read_memory if chosen == "reference" else parallel.read
         return how(_query(q, position), state).to(q.dtype)
 
 

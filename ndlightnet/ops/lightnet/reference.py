@@ -32,7 +32,7 @@ def update(state: State, k: Tensor, v: Tensor, w: Tensor | None, valid: Tensor |
     return State(top, old * state.sum + p, memory)
 
 
-def recall(f_q: Tensor, state: State) -> Tensor:
+def read_memory(f_q: Tensor, state: State) -> Tensor:
     """Return kv^T f_q for f_q (batch, ..., heads, rows); 0 where the State is empty."""
     rows = state.memory.shape[-2]
     total = tile(state.sum, rows, -1)[..., None]
@@ -52,8 +52,8 @@ def attention(
         valid = None if mask is None else mask[:, t]
         state = update(state, k[:, t], v[:, t], None if w is None else w[..., t, :, :], valid)
         if causal:
-            outputs.append(recall(f_q[:, t], state))
-    return (torch.stack(outputs, 1) if causal else recall(f_q, state)), state
+            outputs.append(read_memory(f_q[:, t], state))
+    return (torch.stack(outputs, 1) if causal else read_memory(f_q, state)), state
 
 
 def frames(
@@ -92,7 +92,7 @@ def frames(
         whole = past[0]
         for s in past[1:]:
             whole = merge(whole, s)
-        outputs += [recall(f_q[:, t], whole) for t in tokens.tolist()]
+        outputs += [read_memory(f_q[:, t], whole) for t in tokens.tolist()]
         if window is None:
             past = [whole]
     if window is None:

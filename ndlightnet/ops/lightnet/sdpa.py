@@ -45,9 +45,9 @@ def lightnet_attention(
             "no scores to scale and no weights to drop"
         )
     _check(query, key, value, is_causal, enable_gqa)
-    heads, kept = query.shape[1], key.shape[1]
+    heads, kv_heads = query.shape[1], key.shape[1]
     mask = padding_of(attn_mask, key.shape[0], key.shape[2])
-    group = heads // kept if kept else 1
+    group = heads // kv_heads if kv_heads else 1
     if is_causal and group > 1:
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     k, v = key.transpose(1, 2), value.transpose(1, 2)
@@ -56,21 +56,21 @@ def lightnet_attention(
     elif query.shape == key.shape:
         y = global_attention(query.transpose(1, 2), k, v, mask=mask, impl=impl)
     else:  # heads of one group are more queries of one memory
-        q = query.unflatten(1, (kept, group)).permute(0, 2, 3, 1, 4).flatten(1, 2)
+        q = query.unflatten(1, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(1, 2)
         y = read(q, summarize(k, v, mask=mask, impl=impl), impl=impl)
         return y.unflatten(1, (group, query.shape[2])).permute(0, 3, 1, 2, 4).flatten(1, 2)
     return y.transpose(1, 2)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool) -> None:
-    given = {"query": query, "key": key, "value": value}
-    check_floats(**given)
-    for name, x in given.items():
+    inputs = {"query": query, "key": key, "value": value}
+    check_floats(**inputs)
+    for name, x in inputs.items():
         if x.is_nested or x.ndim != 4:
             shape = "is a nested tensor" if x.is_nested else f"{tuple(x.shape)}"
             raise ValueError(f"{name} {shape}: expected (batch, heads, length, dim)")
     batch, heads, length, dim = query.shape
-    kept, source = key.shape[1:3]
+    kv_heads, source = key.shape[1:3]
     if (key.shape[0], key.shape[3]) != (batch, dim):
         raise ValueError(
             f"key {tuple(key.shape)}: expected ({batch}, heads, source, {dim}), with the batch and "
@@ -78,14 +78,16 @@ def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gq
         )
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(
-            f"value {tuple(value.shape)}: expected ({batch}, {kept}, {source}, value_dim), with "
+            f"value {tuple(value.shape)}: expected ({batch}, {kv_heads}, {source}, value_dim), with "
             f"the batch, heads and source of key {tuple(key.shape)}"
         )
-    if heads != kept and (not enable_gqa or kept == 0 or heads % kept):
-        raise ValueError(f"query has {heads} heads, key {kept}: expected as many, or with enable_gqa=True a divisor")
+    if heads != kv_heads and (not enable_gqa or kv_heads == 0 or heads % kv_heads):
+        raise ValueError(
+            f"query has {heads} heads, key {kv_heads}: expected as many, or with enable_gqa=True a divisor"
+        )
     if is_causal and length != source:
         raise ValueError(f"is_causal=True, {length} queries and {source} keys: expected as many")
-    dtypes = [x.dtype for x in given.values()]
+    dtypes = [x.dtype for x in inputs.values()]
     if torch.float64 in dtypes and len(set(dtypes)) > 1:
         raise ValueError(f"query, key, value {', '.join(map(str, dtypes))}: expected torch.float64 of all or of none")
 

@@ -51,8 +51,8 @@ def attention(f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor |
     near, far = (f * tile(x.sigmoid(), f.shape[-1], -1) for x in (gap, -gap))
     out = _run(near, k, v, w, rates)
     turned = None if w is None else prior(w)
-    other = _run(_shifted(far.flip(1), -1), past, prior(v), turned, back)
-    out = out + _shifted(other, 1).flip(1)
+    past_out = _run(_shifted(far.flip(1), -1), past, prior(v), turned, back)
+    out = out + _shifted(past_out, 1).flip(1)
     return out.unflatten(0, (batch, -1)).flatten(1, 2)[:, :n]
 
 

@@ -112,14 +112,14 @@ class _Delta(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *given, m = ctx.saved_tensors
+        *inputs, m = ctx.saved_tensors
         with exact(m):
-            return _backward(tuple(given), m, *grads)
+            return _backward(tuple(inputs), m, *grads)
 
 
-def _backward(given: tuple[Any, ...], m: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-    beta, decay, state = given[3:]
-    c, acc = _Chunks(*given), m.dtype
+def _backward(inputs: tuple[Any, ...], m: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    beta, decay, state = inputs[3:]
+    c, acc = _Chunks(*inputs), m.dtype
     work, dyc, d = c.q.dtype, to_chunks(dy, c.q.dtype), c.d
     start = before(m, state.flatten(0, 1), work)
     u = c.u0 - c.w @ start
@@ -144,5 +144,5 @@ def _backward(given: tuple[Any, ...], m: Tensor, dy: Tensor, dlast: Tensor) -> t
         dl = log_decay_gradient(decay, diagonal, dm * m)
     diagonal = da.diagonal(dim1=-2, dim2=-1)[..., None]
     dq, written = dq + diagonal * c.k, written + diagonal * c.q
-    grads = (from_chunks(x, given[2]) for x in (dq, read + written, dv))
+    grads = (from_chunks(x, inputs[2]) for x in (dq, read + written, dv))
     return (*grads, from_chunks(dbeta, beta)[..., 0], dl, dstate.view_as(state))

@@ -28,10 +28,10 @@ def even(n: int, most: int) -> tuple[int, int]:
     return chunks, (n + chunks - 1) // chunks
 
 
-def gather(parts: Tensor, powers: Tensor) -> Tensor:
+def gather(pieces: Tensor, powers: Tensor) -> Tensor:
     """Return what each chunk adds to the states, sum_s lambda^(size - 1 - s) u_s: (batch, chunks,
     size, channels) and (channels or 1, states, size) -> (batch, chunks, channels, states)."""
-    out = torch.einsum("bpsc,cjsz->bpcjz", parts, _real(powers.flip(-1)))
+    out = torch.einsum("bpsc,cjsz->bpcjz", pieces, _real(powers.flip(-1)))
     return torch.view_as_complex(out.contiguous()) if powers.is_complex() else out[..., 0]
 
 
@@ -50,16 +50,16 @@ def exponential_filter(
     Returns y, and h before the last chunk (None: zeros).
     """
     n, size = u.shape[1], table.shape[-1] - 1
-    parts = pad(u, (0, 0, 0, chunks * size - n)).unflatten(1, (chunks, size))
+    pieces = pad(u, (0, 0, 0, chunks * size - n)).unflatten(1, (chunks, size))
     powers = table[..., :size]
     kernel = torch.einsum("cjz,cjtz->ct", _real(weight.conj_physical()), _real(powers))
     # rows of kernel and zeros, row s shifted by s: (channels, s, t) of K_(t-s)
     rows = pad(kernel, (0, size))[:, None].expand(-1, size, -1).flatten(1)
     toeplitz = rows[:, : size * (2 * size - 1)].unflatten(1, (size, -1))[..., :size]
-    y = torch.einsum("bpsc,cst->bptc", parts, toeplitz)
+    y = torch.einsum("bpsc,cst->bptc", pieces, toeplitz)
     starts = None if first is None else first[:, None]
     if chunks > 1:
-        entries = carry(gather(parts[:, :-1], powers), table[..., -1], first)
+        entries = carry(gather(pieces[:, :-1], powers), table[..., -1], first)
         starts = entries if starts is None else torch.cat([starts, entries], 1)
     if starts is None:
         return y.flatten(1, 2)[:, :n], None

@@ -109,10 +109,10 @@ def prefix_sum(x: Tensor) -> Tensor:
     n = x.shape[1]
     if torch.compiler.is_exporting() or n <= CHUNK:
         return x.cumsum(1)
-    parts = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, -n % CHUNK))
-    parts = parts.unflatten(1, (-1, CHUNK)).cumsum(2)
-    ends = prefix_sum(parts[:, :-1, -1])
-    return torch.cat([parts[:, :1], parts[:, 1:] + ends[:, :, None]], 1).flatten(1, 2)[:, :n]
+    pieces = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, -n % CHUNK))
+    pieces = pieces.unflatten(1, (-1, CHUNK)).cumsum(2)
+    ends = prefix_sum(pieces[:, :-1, -1])
+    return torch.cat([pieces[:, :1], pieces[:, 1:] + ends[:, :, None]], 1).flatten(1, 2)[:, :n]
 
 
 def before(m: Tensor, first: Tensor, dtype: torch.dtype | None = None) -> Tensor:

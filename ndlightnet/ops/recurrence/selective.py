@@ -82,14 +82,14 @@ class _Selective(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (u, delta, A, B, C, *starts), (dy, g_last) = ctx.saved_tensors, grads
         with exact(A):
-            dA, parts = torch.zeros_like(A), []
+            dA, segments = torch.zeros_like(A), []
             for number, start in reversed(list(enumerate(starts))):
                 xs = _segment((u, delta, B, C, dy), number * ctx.step, ctx.step, A.dtype)
-                part, da, g_last = _segment_backward(xs, A, start, g_last)
-                parts.append(part)
+                segment, da, g_last = _segment_backward(xs, A, start, g_last)
+                segments.append(segment)
                 dA += da
-            together = zip(zip(*parts[::-1], strict=True), (u, delta, B, C), strict=True)
-            du, ddelta, dB, dC = (torch.cat(part, 1).to(x.dtype) for part, x in together)
+            together = zip(zip(*segments[::-1], strict=True), (u, delta, B, C), strict=True)
+            du, ddelta, dB, dC = (torch.cat(segment, 1).to(x.dtype) for segment, x in together)
         return du, ddelta, dA, dB, dC, g_last
 
 

@@ -88,11 +88,11 @@ def diagonal_ssm(u: Tensor, z: Tensor, weight: Tensor, memory: Tensor | None = N
     if n == 0:
         return empty_result(u, z, weight), memory
     chunks, size = even(n, CHUNK)
-    left = n - (chunks - 1) * size  # tokens in the last chunk
+    last_size = n - (chunks - 1) * size  # tokens in the last chunk
     with exact(u):
         x, table = u.to(acc), powers(z, size + 1, acc)
         y, entry = exponential_filter(x, chunks, table, 2 * weight.to(COMPLEX[acc]), memory)
         assert entry is not None  # since `memory` is given
-        added = gather(x[:, None, n - left :], table[..., :left])
-        last = table[..., left] * entry + added[:, 0]
+        added = gather(x[:, None, n - last_size :], table[..., :last_size])
+        last = table[..., last_size] * entry + added[:, 0]
     return y.to(u.dtype), last

@@ -67,11 +67,11 @@ def token(k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([v.to(k.dtype), torch.ones_like(k), k], -2)
 
 
-def merge(one: Tensor, other: Tensor) -> Tensor:
+def merge(first: Tensor, second: Tensor) -> Tensor:
     """Merge the sums over two sets of tokens, (..., 3, channels)."""
-    top = torch.maximum(one[..., 2:, :], other[..., 2:, :]).detach().clamp(min=LOWEST)
-    left, right = (x[..., :2, :] * (x[..., 2:, :] - top).exp() for x in (one, other))
-    return torch.cat([left + right, top], -2)
+    top = torch.maximum(first[..., 2:, :], second[..., 2:, :]).detach().clamp(min=LOWEST)
+    first_sums, second_sums = (x[..., :2, :] * (x[..., 2:, :] - top).exp() for x in (first, second))
+    return torch.cat([first_sums + second_sums, top], -2)
 
 
 def mean(sums: Tensor) -> Tensor:
