@@ -51,14 +51,14 @@ for task, *arguments in json.loads(sys.argv[1]):
 """
 
 
-def one_run(options: Namespace, who: Run) -> Run:
-    """Fit and test a row with a seed, and a fold if `who` has one; return its metrics.json."""
-    root = folder = options.out / f"{who['row'].replace(' ', '_')}-{who['seed']}"
-    common = ["--config", str(options.config), *options.rows[who["row"]]]
-    common += [f"--seed_everything={who['seed']}", f"--trainer.default_root_dir={folder}"]
-    if "fold" in who:
-        root = folder / f"fold_{who['fold']}"  # which the task's command line appends by itself
-        fold = {"folds": options.folds, "fold": who["fold"], "test_on": "fold"}
+def one_run(options: Namespace, spec: Run) -> Run:
+    """Fit and test a row with a seed, and a fold if `spec` has one; return its metrics.json."""
+    root = folder = options.out / f"{spec['row'].replace(' ', '_')}-{spec['seed']}"
+    common = ["--config", str(options.config), *options.rows[spec["row"]]]
+    common += [f"--seed_everything={spec['seed']}", f"--trainer.default_root_dir={folder}"]
+    if "fold" in spec:
+        root = folder / f"fold_{spec['fold']}"  # which the task's command line appends by itself
+        fold = {"folds": options.folds, "fold": spec["fold"], "test_on": "fold"}
         common += [f"--data.init_args.{key}={value}" for key, value in fold.items()]
     common += options.extra
     root.mkdir(parents=True, exist_ok=True)

@@ -116,16 +116,16 @@ def measure(o: Namespace, study: Study, row: dict[str, Any], seed: int) -> Run:
     return {"step_ms": 1e3 * statistics.median(times), **peak}
 
 
-def run(o: Namespace, study: Study, who: Run) -> Run:
+def run(o: Namespace, study: Study, spec: Run) -> Run:
     """Train as the tasks do (AdamW, warm-up, cosine, clipping), and test."""
-    row, seed = study.rows[who["row"]], who["seed"]
+    row, seed = study.rows[spec["row"]], spec["seed"]
     if torch.cuda.is_available():
         gc.collect()  # networks and graphs of earlier runs, which reference each other
         torch.cuda.empty_cache()
-    first = who["row"] not in study.costs
+    first = spec["row"] not in study.costs
     if first:
-        study.costs[who["row"]] = measure(o, study, row, seed)
-    costs, data = study.costs[who["row"]], study.data
+        study.costs[spec["row"]] = measure(o, study, row, seed)
+    costs, data = study.costs[spec["row"]], study.data
     count = int(1e3 * o.seconds / costs["step_ms"]) if o.seconds else o.steps or data.steps
     steps, curve = begin(o, study, row, seed), []
     net, highest = steps.averaged, row.get("lr", study.config["model"]["lr"])

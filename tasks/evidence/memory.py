@@ -296,15 +296,15 @@ def accuracy(net: NDLightNet, task: Task, panel: str, rng: torch.Generator, o: N
     return [round(x, 4) for x in (right / total).tolist()]
 
 
-def run(o: Namespace, rows: dict[str, Any], who: Run) -> Run:
+def run(o: Namespace, rows: dict[str, Any], spec: Run) -> Run:
     """Train and test a row on a task; return its curve of each panel."""
-    task, device = task_of(o, who["task"]), runner.device()
-    torch.manual_seed(who["seed"])
-    net = network(o, task, rows[who["row"]]).to(device)
+    task, device = task_of(o, spec["task"]), runner.device()
+    torch.manual_seed(spec["seed"])
+    net = network(o, task, rows[spec["row"]]).to(device)
     rng = torch.Generator(device)
-    loss, curves = train(net, task, rng.manual_seed(who["seed"]), o), {}
+    loss, curves = train(net, task, rng.manual_seed(spec["seed"]), o), {}
     for panel, (x, references) in task.panels.items():
-        right = accuracy(net.eval(), task, panel, rng.manual_seed(10**6 + who["seed"]), o)
+        right = accuracy(net.eval(), task, panel, rng.manual_seed(10**6 + spec["seed"]), o)
         curves[panel] = {"x_label": task.x_label, "x": x, "accuracy": right, **references}
     size = sum(p.numel() for p in net.parameters())
     facts = {"state": state_size(net), "parameters": size, "device": runner.device_name()}

@@ -33,22 +33,22 @@ def test_the_largest_cube_is_the_first_that_fits(monkeypatch, largest, gpus):
         fit = [side for side in sides if side <= largest]
         return {str(fit[0]): {"gb": 3.0}} if fit else {"error": "out of memory"}
 
-    found = limits.largest_cube(measure, gpus)
-    assert found["largest"] == largest and found["gb"] == 3.0 and found["bytes a voxel"] == pytest.approx(1000)
+    cube = limits.largest_cube(measure, gpus)
+    assert cube["largest"] == largest and cube["gb"] == 3.0 and cube["bytes a voxel"] == pytest.approx(1000)
     assert tried[0][0] == 448 and len(tried) == 1  # the third root of 1e8 is 464
     assert limits.largest_cube(lambda **_: {"error": "boom"}, 1) == {"error": "boom"}
 
 
 def test_scaling_is_compared_with_one_card(monkeypatch, tmp_path, capsys):
-    asked = []
+    launched = []
 
     def launch(gpus, job, grid, batch, shared):
-        asked.append((gpus, tuple(grid), shared))
+        launched.append((gpus, tuple(grid), shared))
         return {"graph ms": {(1, False): 100, (2, False): 100, (2, True): 125}[gpus, shared] * grid[0] / 32}
 
     monkeypatch.setattr(processes, "launch", launch)
     limits.main(["scaling", "--gpus", "1", "2", "--out", str(tmp_path)])
-    assert asked == [
+    assert launched == [
         (1, (32, 64, 64), False),
         (2, (32, 64, 64), False),
         (2, (32, 64, 64), True),

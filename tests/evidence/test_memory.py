@@ -141,8 +141,8 @@ def test_accuracy_counts_queries_only_and_the_later_half_of_a_length():
 
     share = 3 / 13  # 13 sequences, 5 at a time
     expected = [share, share + (1 - share) / 2, 1, 1]
-    found = memory.accuracy(Scripted(task, right), task, "s3, trained to 16", rng(), options)
-    assert found == [round(x, 4) for x in expected]
+    right_share = memory.accuracy(Scripted(task, right), task, "s3, trained to 16", rng(), options)
+    assert right_share == [round(x, 4) for x in expected]
     task = memory.LastEvent(Namespace(**EVENTS))
     for _, answers, index in task.tests("after 3 older events", 7, 4, rng()):
         assert ((answers >= 0).sum(1) == 3).all()  # 1, 2 and 4 frames after the event

@@ -12,7 +12,7 @@ NAMES = ("background", "liver", "cyst")
 NAN = float("nan")
 
 
-def made(row: str, seed: int, dice: dict[str, list[float]], **more: object) -> dict[str, object]:
+def run_of(row: str, seed: int, dice: dict[str, list[float]], **more: object) -> dict[str, object]:
     """A run as metrics.json has it, null for NaN."""
     rows = {
         case: [{"dice": d, "hd95_mm": 2.0 if d == d else d, "nsd": d, "volume_ml": 1.0, "truth_ml": 1.0} for d in both]
@@ -38,21 +38,21 @@ def drawn(seed: int, cases: int, low: float) -> dict[str, list[float]]:
 
 def tables(text: str) -> list[list[dict[str, str]]]:
     """Each table as its lines, {column: cell}; columns of one name are numbered."""
-    found = []
+    result = []
     for block in text.split("\n\n"):
         if not block.startswith("|"):
             continue
         head, rule, *lines = ([cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines())
         assert set("".join(rule)) == {"-"} and len(rule) == len(head)
         head = [f"{name}{head[:at].count(name) or ''}" for at, name in enumerate(head)]
-        found.append([dict(zip(head, line, strict=True)) for line in lines])
-    return found
+        result.append([dict(zip(head, line, strict=True)) for line in lines])
+    return result
 
 
 def test_seeds_are_paired_and_rows_keep_their_order():
     a = [drawn(seed, 5, 0.7) for seed in (0, 1)]
     b = [{case: [x - 0.1, y - 0.2] for case, (x, y) in one.items()} for one in a]
-    runs = [made(row, seed, dice[seed]) for seed in (1, 0) for row, dice in (("B", b), ("A", a))]
+    runs = [run_of(row, seed, dice[seed]) for seed in (1, 0) for row, dice in (("B", b), ("A", a))]
     scores, classes, _ = tables(segmentation_tables(runs, ["A", "B"]))
     assert [line[""] for line in scores] == [line[""] for line in classes] == ["A", "B"]
     first, second = scores
@@ -67,14 +67,13 @@ def test_seeds_are_paired_and_rows_keep_their_order():
     assert first["95 % interval"] == f"{low:.3f} to {high:.3f}"
     for number, name in enumerate(NAMES[1:]):
         low, high = interval(table[..., number])
-        wanted = f"{table[..., number].mean():.3f} ({low:.3f} to {high:.3f})"
-        assert classes[0][f"Dice of {name}"] == wanted
+        assert classes[0][f"Dice of {name}"] == f"{table[..., number].mean():.3f} ({low:.3f} to {high:.3f})"
 
 
 def test_a_class_that_only_one_finds_where_there_is_none():
     """NaN against 0: the case without a cyst, in which A says so and B does not."""
-    a = by_case([made("A", 0, {"x": [0.8, NAN], "y": [0.6, 0.5], "z": [0.5, NAN]})])
-    b = by_case([made("B", 0, {"x": [0.7, 0.0], "y": [0.6, 0.7], "z": [0.5, NAN]})])
+    a = by_case([run_of("A", 0, {"x": [0.8, NAN], "y": [0.6, 0.5], "z": [0.5, NAN]})])
+    b = by_case([run_of("B", 0, {"x": [0.7, 0.0], "y": [0.6, 0.7], "z": [0.5, NAN]})])
     gain = differences(b, a)
     np.testing.assert_allclose(gain, [[[-0.1, -1.0], [0.0, 0.2], [0.0, NAN]]], atol=1e-6)
     np.testing.assert_array_equal(differences(a, b), -gain)
@@ -82,25 +81,22 @@ def test_a_class_that_only_one_finds_where_there_is_none():
 
 
 def test_only_shared_seeds_and_cases_are_compared():
-    a = by_case([made("A", 0, {"x": [0.8, 0.4], "y": [0.6, 0.5]}), made("A", 1, {"x": [0.1, 0.2]})])
-    b = by_case([made("B", 1, {"x": [0.5, 0.5], "w": [0.0, 0.0]})])
+    a = by_case([run_of("A", 0, {"x": [0.8, 0.4], "y": [0.6, 0.5]}), run_of("A", 1, {"x": [0.1, 0.2]})])
+    b = by_case([run_of("B", 1, {"x": [0.5, 0.5], "w": [0.0, 0.0]})])
     np.testing.assert_allclose(differences(b, a), [[[0.4, 0.3]]], atol=1e-6)
     assert values(a).shape == (2, 1, 2)
-    nothing = by_case([made("C", 7, {"x": [0.5, 0.5]})])
-    assert differences(nothing, a).size == differences({}, a).size == 0
-    other = by_case([made("C", 0, {"elsewhere": [0.5, 0.5]})])
-    assert differences(other, a).size == 0
+    for runs in ([], [run_of("C", 7, {"x": [0.5, 0.5]})], [run_of("C", 0, {"elsewhere": [0.5, 0.5]})]):
+        assert differences(by_case(runs), a).size == 0
 
 
 def test_folds_are_pooled():
-    parts = [drawn(fold, 3, 0.5 + 0.1 * fold) for fold in range(3)]
-    parts = [{f"{case}_{k}": dice for case, dice in part.items()} for k, part in enumerate(parts)]
-    runs = [made("A", 4, part, fold=k) for k, part in reversed(list(enumerate(parts)))]
+    folds = [{f"{case}_{k}": dice for case, dice in drawn(k, 3, 0.5 + 0.1 * k).items()} for k in range(3)]
+    runs = [run_of("A", 4, fold, fold=k) for k, fold in reversed(list(enumerate(folds)))]
     (line,), (each,), _ = tables(segmentation_tables(runs, ["A"]))
-    means = [np.mean(list(part.values())) for part in parts]
+    means = [np.mean(list(fold.values())) for fold in folds]
     assert line["Dice"] == f"{np.mean(means):.3f} ± {np.std(means, ddof=1):.3f}"
     assert line["by folds"] == ", ".join(f"{mean:.3f}" for mean in means)
-    table = np.array([[dice for part in parts for dice in part.values()]])
+    table = np.array([[dice for fold in folds for dice in fold.values()]])
     assert values(by_case(runs)).shape == table.shape
     assert np.sort(values(by_case(runs)), None) == pytest.approx(np.sort(table, None), abs=1e-6)
     assert each["Dice of cyst"].startswith(f"{table[..., 1].mean():.3f} (")
@@ -108,7 +104,7 @@ def test_folds_are_pooled():
 
 
 def test_a_row_without_a_run_unknown_scores_and_medians_of_costs():
-    runs = [made("A", 0, {"x": [0.5, NAN], "y": [0.25, NAN]}, gflops=12.3456, step_ms=None, case_seconds=9.0)]
+    runs = [run_of("A", 0, {"x": [0.5, NAN], "y": [0.25, NAN]}, gflops=12.3456, step_ms=None, case_seconds=9.0)]
     runs += [{**runs[0], "seed": seed, "case_seconds": float(seed)} for seed in (1, 2)]
     text = segmentation_tables(runs, ["B", "A"])
     scores, classes, costs = tables(text)

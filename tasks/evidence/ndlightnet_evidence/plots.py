@@ -73,7 +73,7 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
         for name, line in panel.lines.items():
             style = line_style(names.index(name))
             if line.reference:
-                style = {"color": GREY, "linestyle": style["linestyle"], "zorder": 0}
+                style = {"color": GREY, "linestyle": STYLES[1 + names.index(name) % 3][1], "zorder": 0}
             elif len(line.y) > 1:
                 axes.fill_between(line.x, line.y.amin(0), line.y.amax(0), color=style["color"], alpha=0.15, lw=0)
             axes.plot(line.x, line.y.mean(0), label=name, **style)
