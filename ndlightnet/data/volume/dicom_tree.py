@@ -133,7 +133,7 @@ def _headers(root: Path, skipped: Counter[str]) -> dict[Path, dict[Path, Any]]:
 
 
 def _sort_out(folder: Path, headers: dict[Path, Any], collected: list[Series], skipped: Counter[str]) -> None:
-    """Add the series of a folder to `found`, and the counts of its other objects to `left`."""
+    """Add the series of a folder to `collected`, and the counts of its other objects to `skipped`."""
     by_uid: dict[str, Series] = {}
     lost = []
     for file, header in headers.items():

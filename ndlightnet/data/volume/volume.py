@@ -274,7 +274,7 @@ def _turns(label: FileGrid, image: FileGrid, over_time: bool) -> Any:
 
 
 def _overlap(a: FileGrid, b: FileGrid) -> bool:
-    """Return whether the boxes around two volumes, on `other`'s index axes, overlap."""
+    """Return whether the boxes around two volumes, on the index axes of `b`, overlap."""
     inside = a.corners @ np.linalg.inv(b.affine).T
     low, high = inside[:, :3].min(0), inside[:, :3].max(0)
     return bool((high >= -0.5).all() and (low <= np.array(b.shape[:3]) - 0.5).all())
