@@ -73,10 +73,10 @@ def _continued(
     stream = network.stream(len(tokens))
     for chunk in tokens.split(CHUNK, 1):
         logits = stream(chunk)
-    for left in range(length, 0, -1):
+    for remaining in range(length, 0, -1):
         drawn = _draw(logits[:, -1], temperature, top_k, generator)
         yield drawn
-        if left > 1:
+        if remaining > 1:
             logits = stream(drawn[:, None])
 
 
@@ -85,8 +85,8 @@ def _ended(tokens: Iterator[int], ends: list[list[int]]) -> Iterator[int]:
     held = list[int]()
     for token in tokens:
         held.append(token)
-        if found := [len(end) for end in ends if held[-len(end) :] == end]:
-            yield from held[: -max(found)]
+        if lengths := [len(end) for end in ends if held[-len(end) :] == end]:
+            yield from held[: -max(lengths)]
             return
         wait = max((_begun(held, end) for end in ends), default=0)
         yield from held[: len(held) - wait]
@@ -106,8 +106,8 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
         return logits.argmax(-1)
     logits = logits.float()
     if top_k is not None:  # by their places: of equal logits no more than top_k may stay
-        rest = logits.argsort(descending=True, stable=True)[:, top_k:]
-        logits = logits.scatter(-1, rest, -torch.inf)
+        unlikely = logits.argsort(descending=True, stable=True)[:, top_k:]
+        logits = logits.scatter(-1, unlikely, -torch.inf)
     probs = (logits / temperature).softmax(-1)
     if generator is not None:
         probs = probs.to(generator.device)

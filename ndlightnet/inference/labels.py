@@ -1,4 +1,4 @@
-"""Labels of an image, computed part by part on any grid along its axes."""
+"""Labels of an image, computed tile by tile on any grid along its axes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.inference.windows import parts
+from ndlightnet.inference.windows import tiles
 
 # For every index of a target axis: the cell of the image below it, int64, and how far it lies
 # towards the next cell, float32 in 0..1.
@@ -29,7 +29,7 @@ def predict_labels(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Return labels, on the CPU, of an image `(channels, *space)`: the class of the largest logit,
-    uint8, or int16 for more than 255 classes. They are computed part by part, without logits
+    uint8, or int16 for more than 255 classes. They are computed tile by tile, without logits
     of the whole target.
 
     window: as in `predict_volume`, with the same blending. The network computes one window at a
@@ -61,7 +61,7 @@ def predict_labels(
     lookups = _lookups(space, onto)
     halo = [int(fraction.any()) for _, fraction in lookups]
     labels: Tensor | None = None
-    for corner, logits in parts(net, image, window, overlap, halo, like, memory):
+    for corner, logits in tiles(net, image, window, overlap, halo, like, memory):
         if labels is None:
             dtype = torch.uint8 if len(logits) <= 255 else torch.int16
             labels = torch.empty([len(lower) for lower, _ in lookups], dtype=dtype)
@@ -72,8 +72,8 @@ def predict_labels(
 
 def _lookups(space: Sequence[int], onto: tuple[Sequence[int], Any] | None) -> list[Lookup]:
     ndim = len(space)
-    shape, given = (space, torch.eye(ndim + 1)) if onto is None else onto
-    matrix = torch.as_tensor(given, dtype=torch.float64, device="cpu")
+    shape, affine = (space, torch.eye(ndim + 1)) if onto is None else onto
+    matrix = torch.as_tensor(affine, dtype=torch.float64, device="cpu")
     if len(shape) != ndim or min(shape) < 1 or matrix.shape != (ndim + 1, ndim + 1):
         raise ValueError(
             f"onto: shape {tuple(shape)} and a matrix {tuple(matrix.shape)}, expected {ndim} sizes "
@@ -82,34 +82,34 @@ def _lookups(space: Sequence[int], onto: tuple[Sequence[int], Any] | None) -> li
     scale, offset = matrix.diagonal()[:-1], matrix[:-1, -1]
     # Rounding errors off the diagonal may move no cell by more than a hundredth.
     beside = (matrix[:-1, :-1] - scale.diag()).abs() @ torch.tensor(shape, dtype=torch.float64)
-    affine = bool(((matrix[-1] - torch.eye(ndim + 1)[-1]).abs() < 1e-6).all())
-    if not (affine and matrix.isfinite().all() and scale.all() and (beside < 0.01).all()):
+    last_row = bool(((matrix[-1] - torch.eye(ndim + 1)[-1]).abs() < 1e-6).all())
+    if not (last_row and matrix.isfinite().all() and scale.all() and (beside < 0.01).all()):
         raise ValueError(f"onto: matrix {matrix.tolist()}, expected one scale and one offset for each axis")
     lookups = []
     for n, size, a, b in zip(space, shape, scale, offset, strict=True):
-        at = (a * torch.arange(size) + b).clamp(0, n - 1)
-        at = torch.where((at - at.round()).abs() < 1e-4, at.round(), at)  # equal up to rounding
-        lower = at.floor()
-        lookups.append((lower.long(), (at - lower).float()))
+        places = (a * torch.arange(size) + b).clamp(0, n - 1)
+        places = torch.where((places - places.round()).abs() < 1e-4, places.round(), places)  # equal up to rounding
+        lower = places.floor()
+        lookups.append((lower.long(), (places - lower).float()))
     return lookups
 
 
 def _label(
     logits: Tensor, corner: Sequence[int], space: Sequence[int], lookups: Sequence[Lookup], labels: Tensor
 ) -> None:
-    """Write the labels of all targets between the cells of one part, logits `(classes, *cells)`.
+    """Write the labels of all targets between the cells of one tile, logits `(classes, *cells)`.
 
     Some classes of some rows of the target are compared at a time with the maximum so far: what is
     interpolated at a time takes CHUNK bytes, unless one row of one class takes more.
     """
     box, steps = [], []
     for start, length, n, (lower, fraction) in zip(corner, logits.shape[1:], space, lookups, strict=True):
-        # If interpolated, targets beyond the last cell are the next part's, which begins with it.
+        # If interpolated, targets beyond the last cell are the next tile's, which begins with it.
         stop = start + length - int(bool(fraction.any()) and start + length < n)
-        own = ((lower >= start) & (lower < stop)).nonzero()
-        if not len(own):
+        targets = ((lower >= start) & (lower < stop)).nonzero()
+        if not len(targets):
             return
-        box.append(slice(int(own[0]), int(own[-1]) + 1))
+        box.append(slice(int(targets[0]), int(targets[-1]) + 1))
         low = lower[box[-1]] - start
         steps.append((low.to(logits.device), fraction[box[-1]].to(logits.device), bool(fraction.any())))
     block = torch.zeros_like(labels[tuple(box)], device=logits.device)
@@ -121,10 +121,10 @@ def _label(
         label = block[row : row + rows]
         best = torch.full_like(label, -torch.inf, dtype=torch.float32)
         low, fraction, between = steps[0]
-        now = [(low[row : row + rows], fraction[row : row + rows], between), *steps[1:]]
+        row_steps = [(low[row : row + rows], fraction[row : row + rows], between), *steps[1:]]
         for first in range(0, len(logits), classes):
             values = logits[first : first + classes]
-            for low, fraction, between in now:
+            for low, fraction, between in row_steps:
                 values = _at(values, low, fraction if between else None)
             for c, value in enumerate(values, first):
                 label.masked_fill_(value > best, c)
@@ -160,13 +160,13 @@ def keep_largest(labels: Tensor, classes: Sequence[int] | None = None) -> Tensor
         raise ValueError(f"labels of {labels.dtype}: expected integers")
     if classes is not None and any(c < 1 for c in classes):
         raise ValueError(f"classes={classes!r}: expected labels above 0")
-    kept = np.array(labels.detach().cpu().numpy())
-    for c, box in enumerate(ndimage.find_objects(kept), start=1):
+    result = np.array(labels.detach().cpu().numpy())
+    for c, box in enumerate(ndimage.find_objects(result), start=1):
         if box is None or (classes is not None and c not in classes):
             continue
-        mask = kept[box] == c
-        parts, count = ndimage.label(mask, np.ones([3] * kept.ndim))
+        mask = result[box] == c
+        components, count = ndimage.label(mask, np.ones([3] * result.ndim))
         if count > 1:
-            sizes = np.bincount(parts.ravel())
-            kept[box][mask & (parts != 1 + sizes[1:].argmax())] = 0
-    return torch.from_numpy(kept)
+            sizes = np.bincount(components.ravel())
+            result[box][mask & (components != 1 + sizes[1:].argmax())] = 0
+    return torch.from_numpy(result)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.inference.windows import parts
+from ndlightnet.inference.windows import tiles
 
 
 @torch.no_grad()
@@ -22,13 +22,13 @@ def predict_volume(net: nn.Module, image: Tensor, window: Sequence[int] | None =
         out: Tensor = net(image)
         return out.float()
     halo, images = [0] * (image.ndim - 2), []
-    for one in image.as_subclass(Tensor):
+    for sample in image.as_subclass(Tensor):
         logits = torch.empty(0)
-        for corner, part in parts(net, one, window, overlap, halo, one):
+        for corner, tile in tiles(net, sample, window, overlap, halo, sample):
             if not len(logits):
-                logits = part.new_empty(len(part), *one.shape[1:])
-            box = (slice(a, a + n) for a, n in zip(corner, part.shape[1:], strict=True))
-            logits[(slice(None), *box)] = part
+                logits = tile.new_empty(len(tile), *sample.shape[1:])
+            box = (slice(a, a + n) for a, n in zip(corner, tile.shape[1:], strict=True))
+            logits[(slice(None), *box)] = tile
         images.append(logits)
     return torch.stack(images)
 
@@ -48,5 +48,5 @@ def predict_clips_early(net: Any, clips: Tensor) -> Tensor:
     features = net.forward_features(clips.flatten(0, 1)).float().flatten(2, -2).mean(2)
     count = torch.arange(1, features.shape[1] + 1, device=features.device)
     so_far = features.cumsum(1) / count[:, None]
-    odds = torch.softmax(net.head(so_far).float(), dim=-1)
-    return odds.unflatten(0, clips.shape[:2]).mean(dim=1)
+    probs = torch.softmax(net.head(so_far).float(), dim=-1)
+    return probs.unflatten(0, clips.shape[:2]).mean(dim=1)

@@ -39,13 +39,13 @@ def sample(
     of a network that knows none, for guidance other than 1 without classes, and for steps below 1.
     """
     check_integers(1, steps=steps)
-    shape, known = tuple(shape), getattr(network, "num_classes", None)
-    if classes is not None and (known == 0 or tuple(classes.shape) != shape[:1]):
-        expected = "None, the network knows no classes" if known == 0 else f"({shape[0]},)"
+    shape, num_classes = tuple(shape), getattr(network, "num_classes", None)
+    if classes is not None and (num_classes == 0 or tuple(classes.shape) != shape[:1]):
+        expected = "None, the network knows no classes" if num_classes == 0 else f"({shape[0]},)"
         raise ValueError(f"classes {tuple(classes.shape)}: expected {expected}")
-    if classes is not None and known and not ((classes >= 0) & (classes <= known)).all():
-        raise ValueError(f"classes {classes.tolist()}: expected 0 to {known} (no class)")
-    if guidance != 1 and (classes is None or known is None):
+    if classes is not None and num_classes and not ((classes >= 0) & (classes <= num_classes)).all():
+        raise ValueError(f"classes {classes.tolist()}: expected 0 to {num_classes} (no class)")
+    if guidance != 1 and (classes is None or num_classes is None):
         raise ValueError(f"guidance={guidance} without classes: expected 1")
     weight = next(network.parameters())
     device = weight.device
@@ -62,7 +62,7 @@ def sample(
     x = x * getattr(scheduler, "init_noise_sigma", 1.0)
     y = None if classes is None else classes.to(device)
     if guidance != 1 and y is not None:
-        y = torch.cat([torch.full_like(y, known or 0), y])
+        y = torch.cat([torch.full_like(y, num_classes or 0), y])
     for t in scheduler.timesteps:
         scaled = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
         scaled = scaled.to(weight.dtype)

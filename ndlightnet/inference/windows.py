@@ -1,5 +1,5 @@
-"""Logits of an image in parts: the whole image at once, or overlapping windows blended one after
-the other, each part complete when it is yielded. MONAI's sliding windows, which have the same
+"""Logits of an image in tiles: the image at once, or overlapping windows blended one after the
+other, each tile complete when it is yielded. MONAI's sliding windows, which have the same
 positions and weights, and its mergers hold the logits of the whole image: 54 GB for 100 classes on
 512^3 cells."""
 
@@ -12,7 +12,7 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor, nn
 
-Part = tuple[tuple[int, ...], Tensor]  # index of the first cell, logits (classes, *cells)
+Tile = tuple[tuple[int, ...], Tensor]  # index of the first cell, logits (classes, *cells)
 _Box = tuple[tuple[int, int], ...]  # first cell and last + 1 along each axis
 HOST = 2**29  # bytes that the sums of windows may take on a CPU, however small the image is
 # Bytes of logits up to which a CPU computes several windows at a time, at most four: for a single
@@ -20,7 +20,7 @@ HOST = 2**29  # bytes that the sums of windows may take on a CPU, however small 
 BATCH = 2**24
 
 
-def parts(
+def tiles(
     net: nn.Module,
     image: Tensor,
     window: Sequence[int] | None,
@@ -28,10 +28,9 @@ def parts(
     halo: Sequence[int],
     like: Tensor,
     memory: int | None = None,
-) -> Iterator[Part]:
-    """Yield parts that cover an image (channels, *space); neighbours share `halo` cells along each
-    axis, and each part is valid until the next one is requested. window None: the image goes
-    through the network at once. Windows take the dtype and the device of `like`."""
+) -> Iterator[Tile]:
+    """Yield tiles that cover an image (channels, *space), one of its shape without a window, as
+    `blended` does. Windows take the dtype and the device of `like`."""
     if window is None:
         yield (0,) * (image.ndim - 1), _forward(net, image[None].to(like))[0]
     else:
@@ -46,10 +45,10 @@ def blended(
     halo: Sequence[int],
     like: Tensor,
     memory: int | None,
-) -> Iterator[Part]:
-    """Yield complete parts of the image: the index of the first cell, and logits `(classes,
-    *cells)`, float32, on the device of `like`, valid until the next part is requested. Neighbours
-    share `halo` cells along each axis; together the parts cover the image."""
+) -> Iterator[Tile]:
+    """Yield complete tiles of the image: the index of the first cell, and logits `(classes,
+    *cells)`, float32, on the device of `like`, valid until the next tile is requested. Neighbours
+    share `halo` cells along each axis; together the tiles cover the image."""
     space = image.shape[1:]
     starts, weight = _windows(space, window, overlap, like.device)
     axis = max(range(len(space)), key=lambda k: len(starts[k]))
@@ -67,14 +66,14 @@ def blended(
     faces: dict[tuple[int, _Box], Tensor] = {}  # logits for the next column along an axis
     for column, shape in zip(columns, shapes, strict=True):
         sums = buffer[: channels * math.prod(shape)].view(channels, *shape).zero_()
-        own = [a + halo[k] if a else 0 for k, (a, _) in enumerate(column)]
-        cut = [k for k in range(len(space)) if k != axis and halo[k]]
-        sides = [(k, (k, (*column[:k], *column[k + 1 :]))) for k in cut]
+        first = [a + halo[k] if a else 0 for k, (a, _) in enumerate(column)]  # behind the halo
+        shared = [k for k in range(len(space)) if k != axis and halo[k]]
+        sides = [(k, (k, (*column[:k], *column[k + 1 :]))) for k in shared]
         before = {k: faces.pop(side) for k, side in sides if column[k][0] > 0}
-        after = {k: _face(buffer, channels - 1, column, k) for k in cut if column[k][1] < space[k]}
+        after = {k: _face(buffer, channels - 1, column, k) for k in shared if column[k][1] < space[k]}
         low, done = [a for a, _ in column], 0  # first cell of `sums`; end of the complete planes
         for start, stop in pairwise([*starts[axis], space[axis]]):
-            touching = [[s for s in starts[k] if s < b and s + window[k] > own[k]] for k, (_, b) in enumerate(column)]
+            touching = [[s for s in starts[k] if s < b and s + window[k] > first[k]] for k, (_, b) in enumerate(column)]
             touching[axis] = [start]
             corners = list(product(*touching))
             while corners:
@@ -82,8 +81,8 @@ def blended(
                     cuts = [_cut(image, corner, window, like) for corner in corners[:together]]
                     logits = _forward(net, torch.cat(cuts))
                     del cuts
-                for one in logits:
-                    _add(sums, low, one, corners.pop(0), weight)
+                for window_logits in logits:
+                    _add(sums, low, window_logits, corners.pop(0), weight)
                 logits = None  # freed before the next ones
             fresh = sums.narrow(1 + axis, done - low[axis], stop - done)
             fresh[:-1].div_(fresh[-1:])
@@ -92,11 +91,11 @@ def blended(
             for k, face in after.items():
                 face.narrow(1 + axis, done, stop - done).copy_(fresh[:-1].narrow(1 + k, shape[k] - 1, 1))
             yield tuple(low), sums[:-1].narrow(1 + axis, 0, stop - low[axis])
-            by = stop - halo[axis] - low[axis]
-            for one in sums.movedim(1 + axis, 1):  # class by class, so that the copy is small
-                one[: thick - by] = one[by:].clone()
-                one[thick - by :] = 0
-            low[axis], done = low[axis] + by, stop
+            shift = stop - halo[axis] - low[axis]
+            for planes in sums.movedim(1 + axis, 1):  # class by class, so that the copy is small
+                planes[: thick - shift] = planes[shift:].clone()
+                planes[thick - shift :] = 0
+            low[axis], done = low[axis] + shift, stop
         faces |= {side: after[k] for k, side in sides if k in after}
 
 
@@ -139,9 +138,9 @@ def _windows(
         raise ValueError(f"overlap={overlap!r}: expected 0 <= overlap < 1")
     starts = []
     for n, w in zip(space, window, strict=True):
-        step, whole = max(1, int(w * (1 - overlap))), max(n, w)
-        slices = dense_patch_slices([whole], [w], [step])
-        starts.append([s.start - (whole - n) // 2 for (s,) in slices])
+        step, padded = max(1, int(w * (1 - overlap))), max(n, w)
+        slices = dense_patch_slices([padded], [w], [step])
+        starts.append([s.start - (padded - n) // 2 for (s,) in slices])
     return starts, compute_importance_map(tuple(window), mode="gaussian", device=device)
 
 
@@ -198,8 +197,7 @@ def _columns(
         taken = min(window[axis] + 1, space[axis]) * math.prod(widths) // widths[axis]
         for k in axes:  # along later axes the next column comes sooner
             if k != axis and halo[k] and len(spans[k]) > 1:
-                others = (widths[j] if j < k and j != axis else space[j] for j in axes if j != k)
-                taken += math.prod(others)
+                taken += math.prod(widths[j] if j < k and j != axis else space[j] for j in axes if j != k)
         wider = [k for k in axes if k != axis and widths[k] > window[k] + halo[k]]
         if taken <= cells or not wider:
             return list(product(*spans))

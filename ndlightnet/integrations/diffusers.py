@@ -17,16 +17,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
+from ndlightnet.integrations.tokens import padding
 from ndlightnet.ops import lightnet_attention
 
 NAME = "lightnet"
-HIDDEN = -1e3  # biases up to this hide a key: diffusers writes -10000, or the least number
-WHY = "as LightNet has one memory for all queries, which cannot hide different keys from different queries or heads"
 
 
 class LightNetAttnProcessor:
@@ -67,7 +65,7 @@ class LightNetAttnProcessor:
 
         q, k = heads(attn.to_q(x), attn.norm_q), heads(attn.to_k(source), attn.norm_k)
         v = heads(attn.to_v(source), None)
-        mask = padding(attention_mask, k.shape[0], k.shape[1], heads=attn.heads)
+        mask = padding(attention_mask, k.shape[0], k.shape[1], attn.heads)
         y = attend(q, k, v, mask)
         y = attn.to_out[1](attn.to_out[0](y.flatten(2)))
         y = y.transpose(1, 2).unflatten(2, image) if image else y
@@ -86,44 +84,11 @@ def refused(attn: Any) -> str:
     return ""
 
 
-def padding(mask: Tensor | None, batch: int, keys: int, name: str = "attention_mask", heads: int = 1) -> Tensor | None:
-    """Return diffusers' mask of keys as bool (batch, keys), True = data.
-
-    mask: (batch, keys), (batch, 1, keys) or (batch, heads, 1, keys), equal for all heads, each with
-    1 in the place of batch or heads; bool with True = data, or a bias of 0 and less than -1000.
-    Raises ValueError for anything else.
-    """
-    if mask is None:
-        return None
-    shape = tuple(mask.shape)
-    wide = mask[:, None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
-    if wide.ndim != 4 or wide.shape[2:] != (1, keys) or wide.shape[0] not in (1, batch):
-        raise ValueError(f"{name} {shape}: expected padding, (batch, 1, keys) = ({batch}, 1, {keys}), {WHY}")
-    if wide.shape[1] not in (1, heads):
-        raise ValueError(f"{name} {shape}: expected one mask for all heads, or {heads}")
-    seen = wide if mask.dtype == torch.bool else wide > HIDDEN
-    one = seen[:, 0, 0]
-    if wide.shape[1] > 1:
-        _check((seen == one[:, None, None]).all(), f"{name}: heads differ; expected padding, {WHY}")
-    if mask.dtype != torch.bool:
-        allowed = (~seen | (wide == 0)).all()
-        _check(allowed, f"{name} {mask.dtype}: expected 0, or -10000 and less for padding")
-    return one.expand(batch, -1)
-
-
-def _check(allowed: Tensor, text: str) -> None:
-    """Raise ValueError if `allowed` is False; a compiled graph does so when it runs."""
-    if torch.compiler.is_compiling():  # values cannot be branched on
-        torch._assert_async(allowed, text)
-    elif not allowed:
-        raise ValueError(text)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
     """Attention of heads (batch, length, heads, dim); key heads may be fewer."""
-    seen = None if mask is None else mask[:, None, None]
+    keys = None if mask is None else mask[:, None, None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = lightnet_attention(q, k, v, seen, is_causal=causal, enable_gqa=True)
+    y = lightnet_attention(q, k, v, keys, is_causal=causal, enable_gqa=True)
     return y.transpose(1, 2)
 
 
@@ -142,7 +107,7 @@ def backend(
     heads, dim), key and value (batch, keys, heads, dim). attn_mask: padding only, as `padding`."""
     if _parallel_config is not None:
         raise ValueError(f"the backend {NAME!r} has no context parallelism: expected none")
-    mask = padding(attn_mask, key.shape[0], key.shape[1], "attn_mask", query.shape[2])
+    mask = padding(attn_mask, key.shape[0], key.shape[1], query.shape[2], "attn_mask")
     return nn.functional.dropout(attend(query, key, value, mask, is_causal), dropout_p)
 
 

@@ -14,9 +14,9 @@ from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor
 from torch import Tensor, nn
 
-from ndlightnet.integrations.diffusers import NAME, LightNetAttnProcessor, padding, refused
+from ndlightnet.integrations.diffusers import NAME, LightNetAttnProcessor, refused
 from ndlightnet.integrations.replace import Options, Refusal, Replacement
-from ndlightnet.integrations.tokens import TokenMixer
+from ndlightnet.integrations.tokens import TokenMixer, padding
 
 PLAIN = (AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor)  # compute one and the same function
 
@@ -35,9 +35,11 @@ class MixerAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        given = [name for name, x in kwargs.items() if x is not None]
-        if encoder_hidden_states is not None or given:
-            raise ValueError(f"{', '.join(given) or 'encoder_hidden_states'}: a mixer takes hidden states and padding")
+        unknown = [name for name, x in kwargs.items() if x is not None]
+        if encoder_hidden_states is not None or unknown:
+            raise ValueError(
+                f"{', '.join(unknown) or 'encoder_hidden_states'}: a mixer takes hidden states and padding"
+            )
         mask = padding(attention_mask, *hidden_states.shape[:2])
         y: Tensor = self.mixer(hidden_states, mask)
         return y
@@ -70,10 +72,10 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
 def _mixer(module: Any, plain: bool, options: Options) -> Replacement | Refusal:
     if not plain:
         return Refusal("a processor of its own computes queries and keys, and a mixer does, too")
-    parts = ("group_norm", "spatial_norm", "norm_q", "norm_k", "norm_cross", "added_kv_proj_dim")
-    has = [part for part in parts if getattr(module, part) is not None]
-    if has or module.is_causal or module.residual_connection:
-        return Refusal(f"it has {', '.join(has) or 'a mask or residual of its own'}")
+    options_beyond = ("group_norm", "spatial_norm", "norm_q", "norm_k", "norm_cross", "added_kv_proj_dim")
+    present = [name for name in options_beyond if getattr(module, name) is not None]
+    if present or module.is_causal or module.residual_connection:
+        return Refusal(f"it has {', '.join(present) or 'a mask or residual of its own'}")
     if module.is_cross_attention:
         return Refusal("it reads another source: expected mixer=None, which gives it LightNet")
     dim = module.query_dim

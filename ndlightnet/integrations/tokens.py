@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid
@@ -15,6 +16,11 @@ from ndlightnet.nn.mixers.lightnet import LightNetAttention
 
 Shape = tuple[int, ...]
 GridSource = Shape | Callable[[], Shape]  # a shape, or a function that asks the network for it
+ONE_MEMORY = (
+    "LightNet has one memory for all queries, which cannot hide different keys from different "
+    "queries or heads: expected padding, causal attention or a sliding window"
+)
+HIDDEN = -1e3  # biases up to this hide a key: libraries write -10000, or the least number
 
 
 def make_mixer(
@@ -32,11 +38,11 @@ def make_mixer(
     TokenMixer; without `dims` the default mixer does not mix locally."""
     if mixer is None:
         mixer = partial(LightNetAttention, heads=heads, lrpe=None, bias=bias, context_dim=context_dim)
-    made = build_mixer(mixer, dim, dims=dims, layer=layer, causal=causal)
-    if not isinstance(made, Mixer):
-        raise ValueError(f"mixer: makes a {type(made).__name__}, expected a Mixer")
-    init_network(made)
-    return made
+    layer_mixer = build_mixer(mixer, dim, dims=dims, layer=layer, causal=causal)
+    if not isinstance(layer_mixer, Mixer):
+        raise ValueError(f"mixer: makes a {type(layer_mixer).__name__}, expected a Mixer")
+    init_network(layer_mixer)
+    return layer_mixer
 
 
 class TokenMixer(Initialized):
@@ -83,11 +89,10 @@ class TokenMixer(Initialized):
         elif context_dim is None and (mixer is not None or sequence or causal):
             dims = 1
         build = partial(make_mixer, dim, heads, mixer, layer=layer, causal=causal, context_dim=context_dim, bias=bias)
-        made = build(dims=dims)
-        if grid is not None and prefix and not isinstance(made, LightNetAttention):
-            grid, made = None, build(dims=1)
+        self.mixer = build(dims=dims)
+        if grid is not None and prefix and not isinstance(self.mixer, LightNetAttention):
+            grid, self.mixer = None, build(dims=1)
         self.grid, self.prefix = grid, prefix if grid is not None else 0
-        self.mixer = made
         self.ordered = dims is not None
 
     def reset_parameters(self) -> None:
@@ -137,6 +142,37 @@ class TokenMixer(Initialized):
             return f"{name} on {'the sequence of tokens' if self.ordered else 'a set of tokens'}"
         behind = f" behind {self.prefix} token{'s' * (self.prefix > 1)}" if self.prefix else ""
         return f"{name} on a grid {tuple(shape)}{behind}"
+
+
+def require(allowed: bool | Tensor, text: str) -> None:
+    """Raise ValueError with the text unless `allowed`; of a Tensor in a compiled graph, when it runs."""
+    if isinstance(allowed, Tensor) and torch.compiler.is_compiling():
+        torch._assert_async(allowed, text)
+    elif not allowed:
+        raise ValueError(text)
+
+
+def padding(mask: Tensor | None, batch: int, keys: int, heads: int = 1, name: str = "attention_mask") -> Tensor | None:
+    """Return another library's mask of scores as bool (batch, keys), True = data.
+
+    mask: (batch, keys), (batch, queries, keys) or (batch, heads, queries, keys), each with 1 in the
+    place of batch, heads or queries: libraries write padding out, so that values are compared. Bool
+    or integers, 0 = padding, or a bias of 0 and less than -1000. Raises ValueError for a mask that
+    hides different keys from different queries or heads, and for other biases.
+    """
+    if mask is None:
+        return None
+    text = f"{name} {tuple(mask.shape)}: {ONE_MEMORY}"
+    rows = mask[:, None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
+    if rows.ndim != 4 or rows.shape[0] not in (1, batch) or rows.shape[1] not in (1, heads) or rows.shape[3] != keys:
+        raise ValueError(text)
+    visible = rows.bool()
+    if mask.is_floating_point():
+        visible = rows > HIDDEN
+        require((~visible | (rows == 0)).all(), f"{name} {mask.dtype}: expected 0, or -10000 and less for padding")
+    first = visible[:, :1, :1]
+    require((visible == first).all(), text)
+    return first[:, 0, 0].expand(batch, -1)
 
 
 def thirds(qkv: nn.Linear) -> dict[str, tuple[Tensor, Tensor | None]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.integrations.replace import Options, Refusal, Replacement, around
-from ndlightnet.integrations.tokens import TokenMixer
+from ndlightnet.integrations.tokens import TokenMixer, require
 from ndlightnet.nn.mixers.base import reads_context
 from ndlightnet.nn.multihead import MultiheadAttention, check_masks, hidden_keys, hide, is_causal_mask
 
@@ -56,7 +56,7 @@ class MixerAttention(nn.Module):
         if query.is_nested:
             raise ValueError("query is a nested tensor: expected a padded one and key_padding_mask")
         check_masks(key_padding_mask, attn_mask, is_causal)
-        _check(_equal(key, value), "key and value differ: expected one source, as a mixer reads one")
+        require(_equal(key, value), "key and value differ: expected one source, as a mixer reads one")
         alone: bool | Tensor = not self.cross and _equal(key, query)
         unbatched = query.ndim == 2
         if unbatched:
@@ -72,11 +72,11 @@ class MixerAttention(nn.Module):
         causal = is_causal_mask(attn_mask, is_causal, target, source)
         mixer = self.mixer.mixer
         if not reads_context(mixer):
-            _check(alone, f"key differs from query, and {type(mixer).__name__} reads query only")
+            require(alone, f"key differs from query, and {type(mixer).__name__} reads query only")
             alone = True
         if alone is not True and causal is not False:
             allowed = torch.as_tensor(alone) | ~torch.as_tensor(causal)
-            _check(allowed, "attn_mask is causal and key differs from query: expected no mask")
+            require(allowed, "attn_mask is causal and key differs from query: expected no mask")
 
         def mix(alone: bool | Tensor, causal: bool | Tensor) -> Tensor:
             if isinstance(alone, Tensor):  # a compiled graph does not know yet
@@ -103,14 +103,6 @@ def _equal(a: Tensor, b: Tensor) -> bool | Tensor:
     return same if torch.compiler.is_compiling() else bool(same)
 
 
-def _check(allowed: bool | Tensor, text: str) -> None:
-    """Raise ValueError unless `allowed`; of a Tensor in a compiled graph, when it runs."""
-    if isinstance(allowed, Tensor) and torch.compiler.is_compiling():
-        torch._assert_async(allowed, text)
-    elif not allowed:
-        raise ValueError(text)
-
-
 def _keep(mask: Tensor | None) -> Tensor | None:
     """Return torch's padding mask, True or -inf = padding, with True = data."""
     if mask is None:
@@ -119,7 +111,7 @@ def _keep(mask: Tensor | None) -> Tensor | None:
         return ~mask
     keep = mask == 0
     allowed = (keep | (mask == -torch.inf)).all()
-    _check(allowed, f"key_padding_mask {tuple(mask.shape)}: expected bool, or 0 and -inf")
+    require(allowed, f"key_padding_mask {tuple(mask.shape)}: expected bool, or 0 and -inf")
     return keep
 
 

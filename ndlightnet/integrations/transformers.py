@@ -26,22 +26,18 @@ Masks, as 4-D tensors (transformers passes those on unchanged), from `mask`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import CodeType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from ndlightnet.integrations.tokens import ONE_MEMORY, require
 from ndlightnet.ops import State, axis_causal_attention, causal_attention, lightnet_attention, summarize
 
 NAME = "lightnet"
-ONE_MEMORY = (
-    "LightNet has one memory for all queries, which cannot hide different keys from different "
-    "queries: expected padding, causal attention or a sliding window"
-)
 # keyword arguments that change nothing in an attention layer's output
 HARMLESS = {
     "cache_position",
@@ -55,34 +51,7 @@ HARMLESS = {
     "return_dict",
     "use_cache",
 }
-# what transformers builds masks of: the name of its function -> what it is called
-OVERLAYS = {
-    "sliding_window_overlay": "a sliding window",
-    "sliding_window_bidirectional_overlay": "a sliding window in both directions",
-    "chunked_overlay": "attention in chunks",
-    "blockwise_overlay": "blocks of tokens that see each other",
-    "packed_sequence_mask_function": "packed sequences",
-}
-PACKING = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}
-CAUSAL, FULL, BOTH = "causal_mask_function", "bidirectional_mask_function", "and_masks"
-
-
-def _place(code: Any) -> tuple[str, int]:
-    """Return what tells the code of transformers' mask functions apart. (Torch cannot guard code
-    itself, and while it traces a graph functions have no qualified names.)"""
-    return code.co_filename, code.co_firstlineno
-
-
-# place of a mask function -> name of the function that makes it
-MADE: dict[tuple[str, int], str] = {
-    _place(masking_utils.causal_mask_function.__code__): CAUSAL,
-    _place(masking_utils.bidirectional_mask_function.__code__): FULL,
-}
-for _name in (*OVERLAYS, *PACKING, BOTH):
-    _made = getattr(masking_utils, _name, None)  # versions differ; what is missing is refused
-    for _code in _made.__code__.co_consts if _made else ():
-        if isinstance(_code, CodeType):
-            MADE[_place(_code)] = _name
+CELLS = 2**24  # of a mask that are compared at a time: 16 MiB
 
 
 # ------------------------------------------------------------------------------------ attention
@@ -104,10 +73,10 @@ def attention(
     heads / key heads query heads. attention_mask: None or a mask of `mask`, see above. Raises
     ValueError for what LightNet cannot express: other masks, position biases, soft caps, sinks.
     """
-    given = {name: x for name, x in kwargs.items() if x is not None and name not in HARMLESS}
-    if given:
+    unknown = [name for name, x in kwargs.items() if x is not None and name not in HARMLESS]
+    if unknown:
         raise ValueError(
-            f"{', '.join(given)}: {type(module).__name__} asks for it and LightNet attention "
+            f"{', '.join(unknown)}: {type(module).__name__} asks for it and LightNet attention "
             "has no such thing: expected None"
         )
     if kwargs.get("output_attentions"):
@@ -178,8 +147,8 @@ def _window(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, window: int | 
     """Let query i read the `window` keys up to key past + i."""
     groups = q.shape[1] // k.shape[1]
     q = nn.functional.pad(q, (0, 0, past, 0)).transpose(1, 2)  # a query for every key
-    told: dict[str, Any] = {"mask": seen, "window": window, "return_state": False}
-    y = axis_causal_attention(q, _heads(k, groups), _heads(v, groups), k.shape[2], **told)[0]
+    k, v, keys = _heads(k, groups), _heads(v, groups), k.shape[2]
+    y = axis_causal_attention(q, k, v, keys, mask=seen, window=window, return_state=False)[0]
     return y[:, past:].transpose(1, 2)
 
 
@@ -201,14 +170,27 @@ def mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
+    use_vmap: bool = False,
+    config: Any = None,
     **_: Any,
 ) -> Tensor | None:
     """Return the mask of `attention` for transformers' description of one, as described above.
 
-    attention_mask: padding, bool (batch, tokens up to now). Raises ValueError for what LightNet
-    cannot express: chunks, blocks, packed sequences, others.
+    attention_mask: padding, bool (batch, tokens up to now). use_vmap: whether the model has a mask
+    function of its own. Raises ValueError for what LightNet cannot express: chunks, blocks, packed
+    sequences, masks of a model's own.
     """
-    causal, window = _pattern(mask_function, kv_offset + kv_length, local_size)
+    plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
+    window = None if plain or local_size is None or local_size >= kv_offset + kv_length else local_size
+    causal = mask_function is causal_mask_function if plain else not allow_is_bidirectional_skip
+    if not plain:
+        if use_vmap:
+            raise ValueError(f"a custom mask: {ONE_MEMORY}")
+        chunks = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
+        what = "attention in chunks" if chunks else "packed sequences, blocks or a custom mask"
+        queries = q_offset + torch.arange(q_length, device=device)
+        keys = kv_offset + torch.arange(kv_length, device=device)
+        _check_pattern(mask_function, causal, window, batch_size, queries, keys, what)
     padding = None
     if attention_mask is not None:
         missing = kv_offset + kv_length - attention_mask.shape[-1]
@@ -217,10 +199,10 @@ def mask(
         if not torch.compiler.is_compiling() and padding.all():
             padding = None
     if causal and q_length == 1:
-        here = torch.arange(kv_offset, kv_offset + kv_length, device=device)
-        seen = here <= q_offset
+        place = torch.arange(kv_offset, kv_offset + kv_length, device=device)
+        seen = place <= q_offset
         if window is not None:
-            seen = seen & (here > q_offset - window)
+            seen = seen & (place > q_offset - window)
         seen = seen.expand(batch_size, -1) if padding is None else seen & padding
         return seen[:, None, None]
     if causal:
@@ -249,41 +231,23 @@ def mask(
     return padding[:, None, None].to(torch.int8).expand(-1, -1, window + 3, -1)
 
 
-def _pattern(function: Callable[..., Any], length: int, local_size: int | None) -> tuple[bool, int | None]:
-    """Return whether a mask function of transformers is causal, and its sliding window."""
-    if function is causal_mask_function:
-        return True, None
-    if function is bidirectional_mask_function:
-        return False, None
-    parts = dict(_parts(function))
-    names = parts.keys() - {BOTH, CAUSAL, FULL}
-    if names >= PACKING and torch.compiler.is_compiling():  # a graph cannot tell if there are any
-        packed: Tensor = parts["packed_sequence_mask_function"][0]
-        torch._assert_async((packed == 0).all(), f"packed sequences: {ONE_MEMORY}")
-        names -= PACKING
-        if not names:
-            return True, None
-    if local_size is not None and len(names) == 1 and names <= OVERLAYS.keys():
-        if local_size >= length and names != {"blockwise_overlay"}:
-            return CAUSAL in parts, None  # too short to hide anything
-        if names == {"sliding_window_overlay"} and CAUSAL in parts:
-            return True, local_size
-        if names == {"sliding_window_bidirectional_overlay"} and CAUSAL not in parts:
-            return False, local_size
-    asked = ", ".join(OVERLAYS[x] for x in sorted(names & OVERLAYS.keys())) or "a custom mask"
-    raise ValueError(f"{asked}: {ONE_MEMORY}")
+def _check_pattern(
+    function: Callable[..., Any], causal: bool, window: int | None, batch: int, queries: Tensor, keys: Tensor, what: str
+) -> None:
+    """Raise ValueError unless a mask function is causal or not, with or without a window.
 
-
-def _parts(function: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the names of the functions of transformers that a mask function was made by ("" for
-    others), with what it holds."""
-    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    code = getattr(function, "__code__", None)
-    yield "" if code is None else MADE.get(_place(code), ""), held
-    for x in held:
-        for inner in x if isinstance(x, tuple) else (x,):
-            if callable(inner) and not isinstance(inner, Tensor):
-                yield from _parts(inner)
+    transformers composes mask functions, which say nothing about themselves: the function is called
+    with all indices, a block of queries at a time. A compiled graph does so when it runs.
+    """
+    first = torch.arange(batch, device=keys.device)[:, None, None, None]
+    head = torch.zeros((), dtype=torch.long, device=keys.device)
+    rows = max(1, CELLS // max(1, batch * len(keys)))
+    for block in (queries,) if torch.compiler.is_compiling() else queries.split(rows):
+        distance = block[:, None] - keys
+        expected = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+        if window is not None:
+            expected = distance.abs() <= window if not causal else expected & (distance < window)
+        require((function(first, head, block[:, None], keys) == expected).all(), f"{what}: {ONE_MEMORY}")
 
 
 # -------------------------------------------------------------------------------------- Trainer
@@ -316,13 +280,13 @@ class ForTrainer(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state with tied weights twice, as safetensors refuses shared memory."""
-        found = super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
         written: set[int] = set()
-        for name, x in found.items():
+        for name, x in state.items():
             if isinstance(x, Tensor) and x.numel():
-                found[name] = x.clone() if x.data_ptr() in written else x
+                state[name] = x.clone() if x.data_ptr() in written else x
                 written.add(x.data_ptr())
-        return found
+        return state
 
 
 def class_loss(scores: Tensor, labels: Tensor) -> Tensor:

@@ -12,13 +12,12 @@ import inspect
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ndlightnet.integrations.replace import Options, Refusal, Replacement, around, tuned
-from ndlightnet.integrations.tokens import TokenMixer
-from ndlightnet.integrations.transformers import HARMLESS, NAME, ONE_MEMORY
+from ndlightnet.integrations.tokens import TokenMixer, padding
+from ndlightnet.integrations.transformers import HARMLESS, NAME
 
 # names of the projections to q, k, v and o, in the order of transformers' models
 PROJECTIONS = {
@@ -40,6 +39,12 @@ PREFIX = {
     "SiglipAttention": 0,
     "VideoMAESelfAttention": 0,
 }
+# models of texts whose layers say that they are not causal, and get the mask from their model. One
+# that is not in this list is refused by HiddenStatesMixer, at its first call.
+CAUSAL_TEXTS = {
+    f"{model}_text_model"
+    for model in ("aimv2", "clip", "clipseg", "metaclip_2", "owlv2", "owlvit", "videoprism", "xclip")
+}
 
 
 class HiddenStatesMixer(nn.Module):
@@ -53,31 +58,10 @@ class HiddenStatesMixer(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        given = [name for name, x in kwargs.items() if x is not None and x is not False and name not in HARMLESS]
-        if given:
-            raise ValueError(f"{', '.join(given)}: a mixer takes hidden states and padding")
-        seen = _padding(attention_mask, *hidden_states.shape[:2])
-        return self.mixer(hidden_states, seen), None
-
-
-def _padding(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Return a mask of transformers as (batch, length): (batch, length) or (batch, 1, 1 or length,
-    length), bool, or floats that are 0 for data. Raise ValueError if it hides different keys from
-    different queries: transformers writes padding out for every query, so values are compared."""
-    if mask is None:
-        return None
-    shape = tuple(mask.shape)
-    rows = mask[:, None] if mask.ndim == 2 else mask[:, 0] if mask.ndim == 4 else mask[..., :0]
-    if rows.ndim != 3 or rows.shape[2] != length or (mask.ndim == 4 and shape[1] != 1):
-        raise ValueError(f"attention_mask {shape}: {ONE_MEMORY}")
-    seen = rows == 0 if rows.is_floating_point() else rows.bool()
-    one = seen[:, :1]
-    wrong = (seen != one).any()
-    if torch.compiler.is_compiling():  # values cannot be branched on
-        torch._assert_async(~wrong, f"attention_mask: {ONE_MEMORY}")
-    elif wrong:
-        raise ValueError(f"attention_mask {shape}: {ONE_MEMORY}")
-    return one[:, 0].expand(batch, -1)
+        unknown = [name for name, x in kwargs.items() if x is not None and x is not False and name not in HARMLESS]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: a mixer takes hidden states and padding")
+        return self.mixer(hidden_states, padding(attention_mask, *hidden_states.shape[:2])), None
 
 
 def known(module: nn.Module) -> bool:
@@ -90,7 +74,7 @@ def known(module: nn.Module) -> bool:
 def replacement(name: str, module: nn.Module, model: nn.Module, options: Options) -> Replacement | Refusal:
     if beyond := _beyond(module):
         return Refusal(f"it has {beyond}, which LightNet attention cannot have")
-    reason = _reason(module, _is_causal(name, module, model))
+    reason = _reason(module, _is_causal(module))
     if reason and options.mixer is not None:
         return Refusal(f"{reason}, and a mixer has no such thing")
     if options.mixer is None and (wrapped := tuned(module)):
@@ -98,7 +82,7 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
     if reason:
         return _implementation(name, module, model, reason)
     config: Any = module.config
-    old = {part: found for part in "qkvo" if (found := _projection(module, part)) is not None}
+    old = {name: layer for name in "qkvo" if (layer := _projection(module, name)) is not None}
     prefix, grid = options.prefix, options.grid
     if grid is None and not _masks(name, model):
         prefix, grid = PREFIX.get(type(module).__name__, 0), _grid(module)
@@ -121,11 +105,11 @@ def _reads_text(config: Any) -> bool:
     return hasattr(config, "vocab_size") and not hasattr(config, "image_size")
 
 
-def _projection(module: nn.Module, part: str) -> Any:
-    for name in PROJECTIONS[part]:
-        found = getattr(module, name, None)
-        if isinstance(getattr(found, "base_layer", found), nn.Linear):  # or peft's around it
-            return found
+def _projection(module: nn.Module, letter: str) -> Any:
+    for name in PROJECTIONS[letter]:
+        layer = getattr(module, name, None)
+        if isinstance(getattr(layer, "base_layer", layer), nn.Linear):  # or peft's around it
+            return layer
     return None
 
 
@@ -153,16 +137,14 @@ def _grid(module: Any) -> tuple[int, ...] | None:
 
 def _masks(name: str, model: nn.Module) -> bool:
     """Return whether a layer is part of masked pretraining, whose tokens fill no grid."""
-    return any("PreTraining" in type(part).__name__ for part in around(name, model))
+    return any("PreTraining" in type(outer).__name__ for outer in around(name, model))
 
 
-def _is_causal(name: str, module: Any, model: nn.Module) -> bool:
+def _is_causal(module: Any) -> bool:
     decodes = getattr(module.config, "is_decoder", None)
     if decodes is not None or getattr(module, "is_causal", False):
         return bool(decodes or getattr(module, "is_causal", False))
-    # CLIP's layers of texts say that they are not, and get the mask from their model
-    owner = next((x for x in around(name, model) if isinstance(x, PreTrainedModel)), None)
-    return owner is not None and "create_causal_mask" in inspect.getsource(type(owner))
+    return getattr(module.config, "model_type", "") in CAUSAL_TEXTS
 
 
 def _reason(module: Any, causal: bool) -> str:
@@ -172,9 +154,9 @@ def _reason(module: Any, causal: bool) -> str:
         return f"it takes {', '.join(more)}"
     if causal:
         return "it is causal"
-    parts = [x for x, part in module.named_children() if not isinstance(getattr(part, "base_layer", part), SIMPLE)]
-    if parts := [*parts, *(x for x, _ in module.named_parameters(recurse=False))]:
-        return f"it has {', '.join(parts)}"
+    names = [x for x, child in module.named_children() if not isinstance(getattr(child, "base_layer", child), SIMPLE)]
+    if names := [*names, *(x for x, _ in module.named_parameters(recurse=False))]:
+        return f"it has {', '.join(names)}"
     query = _projection(module, "q")
     if query is None:
         return f"it has {next(x for x in JOINT if hasattr(module, x))}"
@@ -185,8 +167,8 @@ def _reason(module: Any, causal: bool) -> str:
 
 def _beyond(module: Any) -> str:
     """Return what a layer does to its scores, which LightNet attention does not have."""
-    own = (*module.named_children(), *module.named_parameters(recurse=False))
-    names = {*inspect.signature(type(module).forward).parameters, *(name for name, _ in own)}
+    members = (*module.named_children(), *module.named_parameters(recurse=False))
+    names = {*inspect.signature(type(module).forward).parameters, *(name for name, _ in members)}
     flags = ("use_relative_position_bias", "use_shared_relative_position_bias")
     if any("relative" in name or "position_bias" in name for name in names) or any(
         getattr(module.config, flag, False) for flag in flags
@@ -202,7 +184,7 @@ def _beyond(module: Any) -> str:
 def _implementation(name: str, module: Any, model: nn.Module, reason: str) -> Replacement | Refusal:
     """Set LightNet as the attention implementation of the model that a layer is part of."""
     owners = [
-        part for part in around(name, model) if isinstance(part, PreTrainedModel) and part.config is module.config
+        outer for outer in around(name, model) if isinstance(outer, PreTrainedModel) and outer.config is module.config
     ]
     if not owners or not owners[-1]._can_set_attn_implementation():
         return Refusal(f"{reason}, and its model does not use transformers' AttentionInterface")

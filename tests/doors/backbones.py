@@ -22,6 +22,7 @@ from ndlightnet.integrations.monai_encoders import UNETREncoder
 from .cases import Case, NotApplicable
 
 NAME = "ndlightnet_tiny_local"
+DEPTH = 2  # blocks, so that features of inner ones differ from the last ones
 MONAI = {"dims": "spatial_dims", "in_chans": "in_channels", "num_classes": "out_channels"}
 
 
@@ -84,17 +85,18 @@ def monai(case: Case, tmp_path: Path) -> None:
 
 
 def _network(case: Case) -> Any:
-    net = case.make().eval()
-    if not isinstance(net, (NDLightNet, NDLightUNet)):
-        raise NotApplicable(f"{type(net).__name__} is a layer: see attention.py beside this file")
-    return net
+    assert isinstance(case.make, partial)
+    if case.make.func not in (NDLightNet, NDLightUNet):
+        raise NotApplicable(f"{case.make.func.__name__} is a layer: see attention.py beside this file")
+    return (case.make() if case.make.func is NDLightUNet else case.make(depth=DEPTH)).eval()
 
 
 def _options(case: Case) -> dict[str, Any]:
     """The arguments of a network of the table by their names."""
     assert isinstance(case.make, partial)
     names = ("dims", "in_chans", "num_classes")
-    return dict(zip(names, case.make.args, strict=False)) | case.make.keywords
+    depth = {} if case.make.func is NDLightUNet else {"depth": DEPTH}
+    return dict(zip(names, case.make.args, strict=False)) | case.make.keywords | depth
 
 
 def _by_hand(net: Any, x: Any) -> tuple[Any, list[Any]]:
@@ -142,8 +144,8 @@ def _by_name(case: Case, net: Any, tmp_path: Path) -> None:
         (x,) = case.inputs(at, batch=1)
         assert torch.equal(named(x), net(x))
         _, blocks = _by_hand(net, x)
-        found, expected = maps(x), [blocks[i].movedim(-1, 1) for i in (0, -1)]
-        assert all(map(torch.equal, found, expected))
+        expected = [blocks[i].movedim(-1, 1) for i in (0, -1)]
+        assert all(map(torch.equal, maps(x), expected))
     assert timm_.data.resolve_model_data_config(named)["input_size"] == (3, 224, 224)
     if "mixer" not in options:  # timm's file of arguments is JSON
         save_for_hf(named, tmp_path / "timm", safe_serialization=True)
@@ -205,7 +207,7 @@ def _unetr(case: Case, dims: int) -> None:
     net.vit = UNETREncoder(backbone)
     x = torch.randn(1, 3, *[32] * dims)
     features, blocks = _by_hand(backbone, x)
-    found, hidden = net.vit(x)
-    assert torch.equal(found, features.flatten(1, -2)) and len(hidden) == 12
+    last, hidden = net.vit(x)
+    assert torch.equal(last, features.flatten(1, -2)) and len(hidden) == 12
     assert all(torch.equal(h, b.flatten(1, -2)) for h, b in zip(hidden, blocks, strict=True))
     assert net(x).shape == (1, 2, *x.shape[2:])

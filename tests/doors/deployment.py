@@ -48,10 +48,10 @@ def _agree(case: Case, model: nn.Module, run: Callable[..., Any], sizes: int | N
     errors, largest = [], 0.0
     for at, batch in [*zip(range(len(case.sizes)), (2, 1, 3, 2, 1, 1), strict=True)][:sizes]:
         inputs = case.inputs(at, batch)
-        found, expected = _first(run(*inputs)), _first(model(*inputs))
-        assert found.shape == expected.shape
+        actual, expected = _first(run(*inputs)), _first(model(*inputs))
+        assert actual.shape == expected.shape
         assert expected.abs().max() > 0.01
-        errors.append((found - expected).abs().max().item())
+        errors.append((actual - expected).abs().max().item())
         assert errors[-1] < BEYOND, (batch, case.sizes[at])
         largest = max(largest, expected.abs().max().item())
     print(f"outputs to {largest:.1f}, errors to", *(f"{error:.1e}" for error in errors))
@@ -61,11 +61,13 @@ def compile(case: Case, tmp_path: Path) -> None:
     """One graph, forward and backward; what Inductor makes of it is tested elsewhere."""
     model, inputs = _made(case), case.inputs()
     torch._dynamo.reset()
-    found = _first(torch.compile(model, backend="aot_eager", fullgraph=True)(*inputs))
+    actual = _first(torch.compile(model, backend="aot_eager", fullgraph=True)(*inputs))
     expected = _first(model(*inputs))
-    assert (found - expected).abs().max() < BEYOND
+    assert (actual - expected).abs().max() < BEYOND
     weights = [p for p in model.parameters() if p.requires_grad]
-    with_graph, without = (torch.autograd.grad(y.square().sum(), weights, allow_unused=True) for y in (found, expected))
+    with_graph, without = (
+        torch.autograd.grad(y.square().sum(), weights, allow_unused=True) for y in (actual, expected)
+    )
     for a, b in zip(with_graph, without, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
@@ -73,34 +75,32 @@ def compile(case: Case, tmp_path: Path) -> None:
 
 
 def export(case: Case, tmp_path: Path) -> None:
-    model = _made(case)
-    _agree(case, model, _program(case, model).module())
-
-
-def onnx(case: Case, tmp_path: Path) -> None:
+    """The exported program in torch, and the ONNX file made of it in onnxruntime."""
+    model, path = _made(case), tmp_path / "model.onnx"
+    program = _program(case, model)
+    _agree(case, model, program.module())
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
-    model, path = _made(case), tmp_path / "model.onnx"
-    program = torch.onnx.export(
-        model, case.inputs(), dynamo=True, dynamic_shapes=_dynamic(case), verbose=False, optimize=False
-    )
-    assert program is not None
-    program.save(str(path))
+    file = torch.onnx.export(program, case.inputs(), dynamo=True, verbose=False, optimize=False)
+    assert file is not None
+    file.save(str(path))
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
 
     def run(*inputs: Tensor) -> Tensor:
-        given = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
-        return torch.from_numpy(session.run(None, given)[0])
+        arrays = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+        return torch.from_numpy(session.run(None, arrays)[0])
 
     _agree(case, model, run)
 
 
 def aoti(case: Case, tmp_path: Path) -> None:
+    """AOTInductor's code, compiled without optimisation, which takes most of g++'s time."""
     if not shutil.which("g++"):
         pytest.skip("AOTInductor needs a C++ compiler")
     model, path = _made(case), str(tmp_path / "model.pt2")
-    torch._inductor.aoti_compile_and_package(_program(case, model), package_path=path)
+    options = {"aot_inductor.debug_compile": True}
+    torch._inductor.aoti_compile_and_package(_program(case, model), package_path=path, inductor_configs=options)
     _agree(case, model, torch._inductor.aoti_load_package(path))
 
 
@@ -128,14 +128,15 @@ def func(case: Case, tmp_path: Path) -> None:
         expected = grad(loss)(weights, *(x[at] for x in inputs))
         learnt = {name: p.clone().requires_grad_() for name, p in weights.items()}
         usual = torch.autograd.grad(loss(learnt, *(x[at] for x in inputs)), [*learnt.values()], materialize_grads=True)
-        for (name, one), other in zip(expected.items(), usual, strict=True):
-            scale = EXACT * (1 + other.abs().max())
-            assert (one - other).abs().max() < scale and (each[name][at] - one).abs().max() < scale
+        for (name, gradient), by_autograd in zip(expected.items(), usual, strict=True):
+            scale = EXACT * (1 + by_autograd.abs().max())
+            assert (gradient - by_autograd).abs().max() < scale
+            assert (each[name][at] - gradient).abs().max() < scale
     ways = {name: torch.randn_like(p) for name, p in weights.items()}
     y, forward = jvp(lambda weights: call(weights, *inputs), (weights,), (ways,))
-    given = torch.randn_like(y)
+    weight = torch.randn_like(y)
     learnt = {name: p.clone().requires_grad_() for name, p in weights.items()}
-    back = torch.autograd.grad((call(learnt, *inputs) * given).sum(), [*learnt.values()], materialize_grads=True)
+    back = torch.autograd.grad((call(learnt, *inputs) * weight).sum(), [*learnt.values()], materialize_grads=True)
     reverse = [(a * b).sum() for a, b in zip(back, ways.values(), strict=True)]
     scale = EXACT * (1 + sum(part.abs() for part in reverse))
-    assert ((forward * given).sum() - sum(reverse)).abs() < scale
+    assert ((forward * weight).sum() - sum(reverse)).abs() < scale

@@ -11,25 +11,24 @@ from ndlightnet.inference import keep_largest
 
 def components(mask):
     """Sets of cells that touch, also at corners, by a search from cell to cell."""
-    left, found = set(map(tuple, np.argwhere(mask))), []
-    while left:
-        part, edge = set(), {min(left)}
+    cells, result = set(map(tuple, np.argwhere(mask))), []
+    while cells:
+        component, edge = set(), {min(cells)}
         while edge:
-            part |= edge
+            component |= edge
             near = {tuple(np.add(cell, step)) for cell in edge for step in product((-1, 0, 1), repeat=mask.ndim)}
-            edge = (near & left) - part
-        found.append(part)
-        left -= part
-    return found
+            edge = (near & cells) - component
+        result.append(component)
+        cells -= component
+    return result
 
 
 def by_search(labels, classes):
     kept = labels.copy()
     for c in classes:
-        parts = components(labels == c)
-        for part in parts:
-            if part is not max(parts, key=len):  # the first of several
-                kept[tuple(np.array(sorted(part)).T)] = 0
+        largest_first = sorted(components(labels == c), key=len, reverse=True)  # stable: the first of several
+        for component in largest_first[1:]:
+            kept[tuple(np.array(sorted(component)).T)] = 0
     return kept
 
 

@@ -52,17 +52,17 @@ def scaling(scale, offset):
     return matrix
 
 
-def assembled(parts, space):
-    """Parts put together; cells that two of them hold have to agree."""
-    whole = None
-    for corner, logits in parts:
-        if whole is None:
-            whole = torch.full((len(logits), *space), torch.nan)
-        at = [slice(a, a + n) for a, n in zip(corner, logits.shape[1:], strict=True)]
-        there = whole[(slice(None), *at)]
-        torch.testing.assert_close(torch.where(there.isnan(), logits, there), logits)
-        there.copy_(logits)
-    return whole
+def assembled(tiles, space):
+    """Tiles put together; cells that two of them hold have to agree."""
+    image = None
+    for corner, logits in tiles:
+        if image is None:
+            image = torch.full((len(logits), *space), torch.nan)
+        box = [slice(a, a + n) for a, n in zip(corner, logits.shape[1:], strict=True)]
+        cells = image[(slice(None), *box)]
+        torch.testing.assert_close(torch.where(cells.isnan(), logits, cells), logits)
+        cells.copy_(logits)
+    return image
 
 
 @pytest.mark.slow
@@ -73,14 +73,14 @@ def test_blended_windows_are_those_of_monai(space, overlap, memory, monkeypatch)
     """Also cut into the narrowest columns, with any halo, in a buffer that held NaN."""
     net, image = make_net(len(space)), torch.randn(2, *space)
     window = (8, 7, 6)[: len(space)]
-    wanted = monai_logits(net, image, window, overlap)
+    expected = monai_logits(net, image, window, overlap)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
     for halo in (0, 1):
         with torch.no_grad():
-            parts = blended(net, image, window, overlap, [halo] * len(space), image, memory)
-            got = assembled(parts, space)
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+            tiles = blended(net, image, window, overlap, [halo] * len(space), image, memory)
+            actual = assembled(tiles, space)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("space", SPACES)
@@ -135,8 +135,8 @@ def test_matches_a_resize_of_monai():
     matrix = scaling([(n - 1) / (m - 1) for n, m in zip((11, 8, 9), shape, strict=True)], 0)
     with torch.no_grad():
         logits = net(image[None])[0]
-    wanted = Resize(shape, mode="trilinear", align_corners=True)(logits)
-    assert_labels(predict_labels(net, image, onto=(shape, matrix)), wanted.as_tensor())
+    expected = Resize(shape, mode="trilinear", align_corners=True)(logits)
+    assert_labels(predict_labels(net, image, onto=(shape, matrix)), expected.as_tensor())
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_dtype_by_the_number_of_classes(classes, dtype):
     net, image = nn.Conv2d(1, classes, 1), torch.randn(1, 30, 20)
     labels = predict_labels(net, image, (16, 16))
     assert labels.dtype == dtype
-    wanted = monai_logits(net, image, (16, 16), 0.5)
-    chosen = wanted.gather(0, labels.long()[None])[0]
-    assert (chosen >= wanted.amax(0) - 1e-4).all()
+    expected = monai_logits(net, image, (16, 16), 0.5)
+    chosen = expected.gather(0, labels.long()[None])[0]
+    assert (chosen >= expected.amax(0) - 1e-4).all()
 
 
 def test_equal_logits_give_the_first_class():
@@ -203,16 +203,16 @@ def test_small_windows_are_computed_four_at_a_time_on_a_host(monkeypatch):
     """As many as BATCH bytes of their logits hold, and with the same result."""
     net, image, seen = make_net(3), torch.randn(2, 20, 17, 23), []
     net.register_forward_pre_hook(lambda _, x: seen.append(len(x[0])))
-    found = {}
+    results = {}
     for bytes_, most in ((2**24, 4), (4 * 5 * 8**3 * 2, 2), (0, 1)):
         monkeypatch.setattr(windows, "BATCH", bytes_)
         with torch.no_grad():
-            parts = blended(net, image, (8, 8, 8), 0.5, [0] * 3, image, None)
-            found[most] = assembled(parts, image.shape[1:])
+            tiles = blended(net, image, (8, 8, 8), 0.5, [0] * 3, image, None)
+            results[most] = assembled(tiles, image.shape[1:])
         assert max(seen) == most and sum(seen) == 4 * 4 * 5
         seen.clear()
-    torch.testing.assert_close(found[4], found[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[2], found[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[4], results[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[2], results[1], rtol=1e-5, atol=1e-5)
 
 
 def test_a_meta_tensor_and_a_matrix_of_integers():

@@ -64,8 +64,8 @@ def test_clips_are_averaged_as_probabilities():
     net = nn.Flatten()  # a clip holds its logits
     out = predict_clips(net, logits[..., None, None])
     sure = 1 / (1 + torch.exp(torch.tensor(-2.0)))
-    wanted = torch.tensor([[2 * sure / 3, 1 - 2 * sure / 3], [0.5, 0.5]])
-    torch.testing.assert_close(out, wanted)
+    expected = torch.tensor([[2 * sure / 3, 1 - 2 * sure / 3], [0.5, 0.5]])
+    torch.testing.assert_close(out, expected)
     assert out[0, 0] > 0.5 > logits[0].mean(0).softmax(0)[0]
 
 
@@ -74,6 +74,6 @@ def test_clips_of_a_video_stay_together(batch, clips):
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 2 * 4 * 4, 5))
     x = torch.randn(batch, clips, 3, 2, 4, 4)
     out = predict_clips(net, x)
-    wanted = torch.stack([net(video).softmax(-1).mean(0) for video in x])
-    torch.testing.assert_close(out, wanted)
+    expected = torch.stack([net(video).softmax(-1).mean(0) for video in x])
+    torch.testing.assert_close(out, expected)
     torch.testing.assert_close(out.sum(-1), torch.ones(batch))

@@ -21,10 +21,10 @@ def test_mirrored_is_the_mean_over_all_subsets(axes):
     kernel = net.weight.detach()
     for axis in axes:
         kernel = (kernel + kernel.flip(2 + axis)) / 2
-    wanted = nn.functional.conv3d(x, kernel, net.bias, padding=1)
+    expected = nn.functional.conv3d(x, kernel, net.bias, padding=1)
     with torch.no_grad():
-        got = Mirrored(net, axes)(x)
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+        actual = Mirrored(net, axes)(x)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_mirrored_agrees_with_its_mirror_image():

@@ -13,7 +13,8 @@ from diffusers.models import attention_dispatch  # noqa: E402
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0  # noqa: E402
 
 from ndlightnet.integrations import replace_attention  # noqa: E402
-from ndlightnet.integrations.diffusers import LightNetAttnProcessor, attend, backend, padding  # noqa: E402
+from ndlightnet.integrations.diffusers import LightNetAttnProcessor, attend, backend  # noqa: E402
+from ndlightnet.integrations.tokens import padding  # noqa: E402
 
 
 def formula(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
@@ -163,8 +164,8 @@ def call(mask: Tensor | None = None, **layer: Any) -> Tensor:
 
 
 def test_refuses_by_name_what_it_cannot_express() -> None:
-    for mask in (torch.zeros(2, 7, 7), torch.zeros(2, 1, 5), torch.zeros(4, 1, 7)):
-        with pytest.raises(ValueError, match=r"attention_mask \(.*: expected padding"):
+    for mask in (-1e4 * torch.ones(2, 7, 7).triu(1), torch.zeros(2, 1, 5), torch.zeros(4, 1, 7)):
+        with pytest.raises(ValueError, match=r"attention_mask \(.*: LightNet has one memory"):
             call(mask)
     with pytest.raises(ValueError, match="expected 0, or -10000 and less for padding"):
         call(torch.full((2, 1, 7), -1.5))
@@ -217,7 +218,7 @@ def test_backend_equals_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     select("native")
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", formula)
     torch.testing.assert_close(got, run(), rtol=1e-9, atol=1e-9)
-    with pytest.raises(ValueError, match=r"attn_mask \(2, 1, 4, 4\): expected padding"):
+    with pytest.raises(ValueError, match=r"attn_mask \(2, 1, 4, 4\): LightNet has one memory"):
         q = torch.randn(2, 4, 2, 6)
         told = {"attn_mask": torch.ones(2, 1, 4, 4).tril().bool()}
         attention_dispatch.dispatch_attention_fn(q, q, q, **told, backend="lightnet")
@@ -234,9 +235,9 @@ def test_masks_repeated_for_heads_are_padding() -> None:
     bias = torch.where(each, 0.0, -10000.0)[:, None, None].expand(2, 2, 1, 4)
     assert torch.equal(backend(q, k, k, attn_mask=bias), attend(q, k, k, each))
     for mask in (each[None, :, None], each[None, :, None].expand(2, 2, 1, 4)):
-        with pytest.raises(ValueError, match="attn_mask: heads differ; expected padding, as Light"):
+        with pytest.raises(ValueError, match=r"attn_mask \(., 2, 1, 4\): LightNet has one memory"):
             backend(q, k, k, attn_mask=mask)
-    with pytest.raises(ValueError, match=r"\(2, 3, 1, 4\): expected one mask for all heads, or 2"):
+    with pytest.raises(ValueError, match=r"\(2, 3, 1, 4\): LightNet has one memory"):
         padding(same.expand(2, 3, 1, 4), 2, 4, heads=2)
 
 

@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "sinks": (gpt_oss, {}, "s_aux: GptOssAttention asks for it"),
     "position bias": (t5, {"decoder_input_ids": words()}, "position_bias: T5Attention asks for it"),
     "chunks": (llama4, {}, "attention in chunks: LightNet has one memory"),
-    "packed": (llama, {"position_ids": PACKED, "use_cache": False}, "packed sequences: LightNet"),
+    "packed": (llama, {"position_ids": PACKED, "use_cache": False}, "packed sequences, blocks or a custom mask"),
     "4-D": (llama, {"attention_mask": WHOLE}, r"\(2, 1, 9, 9\): LightNet has one memory"),
     "4-D floats": (llama, {"attention_mask": WHOLE.double()}, "float64: expected bool"),
     "weights": (bert, {"output_attentions": True}, "LightNet computes no attention weights"),

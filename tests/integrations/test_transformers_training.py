@@ -110,7 +110,7 @@ def test_gradient_checkpointing_has_the_same_gradients() -> None:
     "name",
     [
         pytest.param("Llama", marks=pytest.mark.slow),
-        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("ViT", "BERT, padding", "Mistral, window")),
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("BERT, padding", "Mistral, window")),
     ],
 )
 def test_compiles_in_one_graph(name: str) -> None:
@@ -122,7 +122,7 @@ def test_compiles_in_one_graph(name: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(compiled(**inputs)[0], model(**inputs)[0])
     if name == "Llama":  # a graph cannot tell before it runs whether sequences are packed
-        with pytest.raises(RuntimeError, match="packed sequences: LightNet has one memory"):
+        with pytest.raises(RuntimeError, match="packed sequences, blocks or a custom mask"):
             compiled(**inputs, position_ids=PACKED)
 
 
