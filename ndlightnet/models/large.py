@@ -78,7 +78,7 @@ class Sweeper:
 
     dims: number of axes. sizes: cells of the input in each slab along the axis. folder: features
     are files there, mapped into memory; None: they are in the host's memory. then: a function of
-    the network's result. told: is called with what is being computed.
+    the network's result. log: is called with what is being computed.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Sweeper:
         sizes: Sequence[int],
         folder: Path | None,
         then: Callable[[Tensor], Tensor] | None,
-        told: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
         self.device, self.folder = device, folder
         self.dims, self.axis, self.sizes = dims, axis, tuple(sizes)
-        self.then, self.told = then or (lambda x: x), told
+        self.then, self.log = then or (lambda x: x), log
         self.count, self.files, self.layers = len(sizes), 0, 0
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -131,8 +131,8 @@ class Sweeper:
         self.layers += 1
         while len(out) < self.count:
             for rank, tensors in enumerate(self._loaded(inputs)):
-                if self.told is not None:
-                    self.told(f"layer {self.layers}, slab {rank + 1} of {self.count}")
+                if self.log is not None:
+                    self.log(f"layer {self.layers}, slab {rank + 1} of {self.count}")
                 turns.begin(rank)
                 try:
                     out.append(self._stored(layer(turns, *tensors)))
@@ -152,11 +152,11 @@ class Sweeper:
         lengths = [x.shape[dim] for x in slabs]
         shape = list(slabs[0].shape)
         shape[dim] = sum(lengths)
-        whole = torch.empty(shape, dtype=slabs[0].dtype)
-        for rank, target in enumerate(whole.split(lengths, dim)):
+        volume = torch.empty(shape, dtype=slabs[0].dtype)
+        for rank, target in enumerate(volume.split(lengths, dim)):
             target.copy_(slabs[rank])
             slabs[rank] = None
-        return whole
+        return volume
 
     def _loaded(self, inputs: Sequence[Slabs]) -> Iterator[list[Tensor]]:
         """Yield the inputs of each slab on the device; what the next slab needs is copied
@@ -171,7 +171,7 @@ class Sweeper:
                 current.wait_event(copied)
                 for x in itertools.chain(*tensors):
                     x.record_stream(current)
-            yield [self._made(slabs, own, rank) for slabs, own in zip(inputs, tensors, strict=True)]
+            yield [self._computed(slabs, loaded, rank) for slabs, loaded in zip(inputs, tensors, strict=True)]
 
     def _copied(self, inputs: Sequence[Slabs], rank: int) -> tuple[list[list[Tensor]], Any]:
         """Copy what a slab needs of each of the inputs; return it, and an event."""
@@ -185,7 +185,7 @@ class Sweeper:
             ]
             return tensors, None if self.copies is None else self.copies.record_event()
 
-    def _made(self, slabs: Slabs, tensors: list[Tensor], rank: int) -> Tensor:
+    def _computed(self, slabs: Slabs, tensors: list[Tensor], rank: int) -> Tensor:
         if not isinstance(slabs, Again):
             return tensors[0]
         slabs.turns.begin(rank)
@@ -260,12 +260,11 @@ class Large:
             sizes = split_sizes(space[axis], count, self.slab_multiples[axis])
             try:
                 with ExitStack() as stack, torch.no_grad():
-                    told = stack.enter_context(_shown()) if progress else None
+                    log = stack.enter_context(_progress()) if progress else None
                     files = None
                     if folder is not None:
-                        made = tempfile.TemporaryDirectory(dir=folder)
-                        files = Path(stack.enter_context(made))
-                    sweeper = Sweeper(device, self.dims, axis, sizes, files, then, told)
+                        files = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+                    sweeper = Sweeper(device, self.dims, axis, sizes, files, then, log)
                     return self.sweep(sweeper, sweeper.cut(volume))
             except torch.OutOfMemoryError:
                 if slabs is not None or count == units[axis]:
@@ -282,11 +281,11 @@ class Large:
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[str], None]]:
+def _progress() -> Iterator[Callable[[str], None]]:
     """Show the last text that the function was called with, and the time since the first."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, transient=True) as shown:
-        job = shown.add_task("reading the volume", total=None)
-        yield lambda text: shown.update(job, description=text)
+    with Progress(*columns, transient=True) as progress:
+        job = progress.add_task("reading the volume", total=None)
+        yield lambda text: progress.update(job, description=text)
