@@ -147,11 +147,11 @@ class Sweeper:
         lengths = [x.shape[dim] for x in slabs]
         shape = list(slabs[0].shape)
         shape[dim] = sum(lengths)
-        whole = torch.empty(shape, dtype=slabs[0].dtype)
-        for rank, target in enumerate(whole.split(lengths, dim)):
+        volume = torch.empty(shape, dtype=slabs[0].dtype)
+        for rank, target in enumerate(volume.split(lengths, dim)):
             target.copy_(slabs[rank])
             slabs[rank] = None
-        return whole
+        return volume
 
     def _loaded(self, inputs: Sequence[Slabs]) -> Iterator[list[Tensor]]:
         """Yield the inputs of each slab on the device; what the next slab needs is copied
