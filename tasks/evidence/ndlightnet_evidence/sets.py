@@ -151,8 +151,8 @@ class Videos(Samples):
     def __init__(self, data: VideoData, epochs: int) -> None:
         for stage in ("fit", "test"):
             data.setup(stage)
-        if data.mixing is not None or data.pixels != "rgb":
-            raise ValueError("data: mixup, cutmix, pixels: expected 0, 0 and rgb")
+        if data.pixels != "rgb":
+            raise ValueError(f"data.pixels: {data.pixels}, expected rgb")
         self.data, self.device = data, runner.device()
         self.count = data.repeats * len(data.train_set)
         self.steps = epochs * max(1, self.count // data.batch_size)
