@@ -73,6 +73,7 @@ class VolumeFolders(ImageData):
         path = self.check_input("a file or a folder to predict", trained)
         cases = find_inputs(path, notes=notes, modality=self.modality)
         log_rank_zero(notes)
+        assert self.spacing is not None
         task: Any = self.trainer and self.trainer.lightning_module
         images, self.files = [], []
         for case in cases:

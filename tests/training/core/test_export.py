@@ -64,8 +64,8 @@ def test_onnx_runs_without_us(tmp_path, capfd):
 
 @pytest.mark.exhaustive
 def test_pt2_of_a_segmentation_network(tmp_path, capfd):
-    net = NDLightUNet(2, 1, 3, widths=(8, 16), depths=(0, 1)).eval()
-    arguments = "{dims: 2, in_channels: 1, out_channels: 3, widths: [8, 16], depths: [0, 1]}"
+    net = NDLightUNet(2, 1, 3, widths=(4, 8), convs=(1, 1), depths=(0, 1)).eval()
+    arguments = "{dims: 2, in_channels: 1, out_channels: 3, widths: [4, 8], convs: [1, 1], depths: [0, 1]}"
     folder = run(tmp_path / "run", net, arguments, "last")
     ckpt = folder / "checkpoints" / "last.ckpt"
     assert main(["export", str(ckpt), "--to", "pt2"]) == 0
