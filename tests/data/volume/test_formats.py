@@ -103,7 +103,7 @@ def test_what_itk_says_is_not_cut_before_what_is_wrong(tmp_path: Path) -> None:
             load(folder / name)
         message = str(raised.value)
         assert message.startswith(f"{folder / name}: cannot be read (") and message.endswith(said)
-        assert ".cxx" not in message and message.isprintable()
+        assert ".cxx" not in message and "Exception thrown" not in message and message.isprintable()
 
 
 def test_every_file_has_one_reader() -> None:
