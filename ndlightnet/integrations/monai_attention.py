@@ -167,14 +167,13 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
         return _swin(old, common, options)
     if isinstance(module, spatialattention.SpatialAttentionBlock):
         return _spatial(old, common, options)
-    parts = (old.hidden_input_size, old.out_proj, old.save_attn, old.rel_positional_embedding)
-    dim, to, save, bias = parts
-    fc = isinstance(to, nn.Linear)
-    inner = to.in_features if fc else dim
+    dim = old.hidden_input_size
+    fc = isinstance(old.out_proj, nn.Linear)
+    inner = old.out_proj.in_features if fc else dim
     common["dropout_rate"] = old.drop_output.p
     without = ("dropout of attention weights",) if old.drop_weights.p else ()
     cross = isinstance(module, MonaiCross)
-    if reason := _reason(dim, inner, save, bias, fc, cross and old.causal):
+    if reason := _reason(dim, inner, old.save_attn, old.rel_positional_embedding, fc, cross and old.causal):
         return Refusal(reason)
     if cross:
         try:
@@ -206,8 +205,8 @@ def _swin(old: Any, common: dict[str, Any], options: Options) -> Replacement:
         use_checkpoint=old.use_checkpoint,
         **common,
     )
-    for part in ("norm1", "norm2", "mlp", "drop_path"):
-        setattr(new, part, getattr(old, part))
+    for child in ("norm1", "norm2", "mlp", "drop_path"):
+        setattr(new, child, getattr(old, child))
     begun = options.begin(new.attn, **thirds(old.attn.qkv), o=old.attn.proj)
     without = ("dropout of attention weights",) if old.attn.attn_drop.p else ()
     return Replacement(new, f"{_name(new.attn)} on the whole grid, without windows{begun}", without)
@@ -246,13 +245,13 @@ def _projections(old: Any) -> dict[str, Any]:
 def _grid(name: str, model: nn.Module, options: Options) -> tuple[Shape | None, int]:
     """Return the grid of the tokens, and the number of tokens in front of it."""
     prefix = 0
-    for part in around(name, model):
-        if isinstance(part, vit.ViT):
-            prefix = int(hasattr(part, "cls_token"))
-        if isinstance(part, unetr.UNETR):
-            return tuple(part.feat_size), prefix
-        if isinstance(part, vitautoenc.ViTAutoEnc):
-            pairs = zip(part.img_size, part.patch_size, strict=True)
+    for outer in around(name, model):
+        if isinstance(outer, vit.ViT):
+            prefix = int(hasattr(outer, "cls_token"))
+        if isinstance(outer, unetr.UNETR):
+            return tuple(outer.feat_size), prefix
+        if isinstance(outer, vitautoenc.ViTAutoEnc):
+            pairs = zip(outer.img_size, outer.patch_size, strict=True)
             return tuple(size // patch for size, patch in pairs), prefix
     return options.grid, options.prefix or prefix
 

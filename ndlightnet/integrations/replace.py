@@ -82,8 +82,8 @@ class Options:
         if self.start == "fresh":
             return ""
         copied = []
-        for name, given in old.items():
-            weight, bias = given if isinstance(given, tuple) else (given.weight, given.bias)
+        for name, projection in old.items():
+            weight, bias = projection if isinstance(projection, tuple) else (projection.weight, projection.bias)
             to = getattr(new, f"{name}_proj", None)
             to = getattr(new, "out_proj", None) if to is None and name == "o" else to
             if not isinstance(to, nn.Linear) or to.weight.shape != weight.shape:
@@ -161,28 +161,28 @@ def replace_attention(
     new: dict[str, nn.Module] = {}
     after: list[Callable[[], None]] = []
     scopes: set[nn.Module] = set()
-    seen: dict[int, tuple[Replacement | Refusal, str]] = {}
+    answers: dict[int, tuple[Replacement | Refusal, str]] = {}  # of a layer, and its first name
     for name, module, file in _layers(model):
         if not selected(name, module):
             report.left[name] = f"{_kind(module)}, not selected by where={where!r}"
             continue
-        if id(module) not in seen:
-            asked = name, module, model, replace(options, layer=len(new))
-            seen[id(module)] = _found(file, *asked), name
-        found, first = seen[id(module)]
-        if isinstance(found, Refusal):
+        if id(module) not in answers:
+            answer = _answer(file, name, module, model, replace(options, layer=len(new)))
+            answers[id(module)] = answer, name
+        answer, first = answers[id(module)]
+        if isinstance(answer, Refusal):
             if where is not None:
-                raise ValueError(f"{name} is a {_kind(module)} and stays: {found.reason}")
-            report.left[name] = f"{_kind(module)}, {found.reason}"
+                raise ValueError(f"{name} is a {_kind(module)} and stays: {answer.reason}")
+            report.left[name] = f"{_kind(module)}, {answer.reason}"
             continue
-        new[name] = _like(found.new, module)
-        if found.then is not None:
-            after.append(found.then)
-        if found.scope is not None:
-            scopes.add(found.scope)
+        new[name] = _like(answer.new, module)
+        if answer.then is not None:
+            after.append(answer.then)
+        if answer.scope is not None:
+            scopes.add(answer.scope)
         shared = "" if first == name else f", shared with {first}"
-        without = f"; without its {', '.join(found.without)}" if found.without else ""
-        report.replaced[name] = f"{_kind(module)} -> {found.what}{shared}{without}"
+        without = f"; without its {', '.join(answer.without)}" if answer.without else ""
+        report.replaced[name] = f"{_kind(module)} -> {answer.what}{shared}{without}"
     if not new:
         reasons = ", ".join(sorted(set(report.left.values()))) or "it has no attention layers"
         raise ValueError(f"model: found nothing to replace in {_kind(model)}: {reasons}")
@@ -220,24 +220,23 @@ def around(name: str, model: nn.Module) -> Iterator[nn.Module]:
 
 def tuned(module: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of peft, as those of LoRA, in a module, by name."""
-    return {name: part for name, part in module.named_modules() if _is_tuned(part)}
+    return {name: layer for name, layer in module.named_modules() if _is_tuned(layer)}
 
 
 def _is_tuned(module: nn.Module) -> bool:
     return any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__)
 
 
-def _found(file: Any, name: str, module: nn.Module, model: nn.Module, options: Options) -> Replacement | Refusal:
+def _answer(file: Any, name: str, module: nn.Module, model: nn.Module, options: Options) -> Replacement | Refusal:
     """Return what a library's file has in the place of a layer. What peft trains is not dropped."""
-    parts = tuned(module)
     if file is None:
         return AROUND if _is_tuned(module) else UNKNOWN
-    found: Replacement | Refusal = file.replacement(name, module, model, options)
-    if isinstance(found, Replacement):
-        kept = set(found.new.modules())
-        if lost := [key for key, part in parts.items() if part not in kept]:
+    answer: Replacement | Refusal = file.replacement(name, module, model, options)
+    if isinstance(answer, Replacement):
+        modules = set(answer.new.modules())
+        if lost := [key for key, layer in tuned(module).items() if layer not in modules]:
             return Refusal(f"peft wraps its {', '.join(lost)}: {FIRST}")
-    return found
+    return answer
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -257,9 +256,9 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
                 return [(name, module, file)]
         inside = [
             layer
-            for child, part in module._modules.items()  # named_children leaves shared ones out
-            if part is not None
-            for layer in visit(f"{name}.{child}".removeprefix("."), part)
+            for child, submodule in module._modules.items()  # named_children leaves shared ones out
+            if submodule is not None
+            for layer in visit(f"{name}.{child}".removeprefix("."), submodule)
         ]
         if inside and _is_tuned(module):
             return [(name, module, None)]
@@ -275,17 +274,17 @@ def _kind(module: nn.Module) -> str:
 
 
 def _like(new: nn.Module, old: nn.Module) -> nn.Module:
-    """Return `new` on the device and with the dtype and mode of `old`. Parts of `old` that it
-    keeps stay as they are: they may have dtypes and modes of their own."""
+    """Return `new` on the device and with the dtype and mode of `old`. Modules of `old` in it stay
+    as they are: they may have dtypes and modes of their own."""
     tensors = [x for x in old.parameters() if x.is_floating_point()]
-    kept = set(old.modules())
+    old_modules = set(old.modules())
 
     def moved(x: Tensor) -> Tensor:
         return x.to(tensors[0].device, tensors[0].dtype if x.is_floating_point() else None)
 
-    for part in new.modules():
-        if part not in kept:
+    for module in new.modules():
+        if module not in old_modules:
             if tensors:
-                part._apply(moved, recurse=False)  # type: ignore[no-untyped-call]
-            part.training = old.training
+                module._apply(moved, recurse=False)  # type: ignore[no-untyped-call]
+            module.training = old.training
     return new

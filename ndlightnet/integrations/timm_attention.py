@@ -115,22 +115,21 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
     assert isinstance(module, TimmAttention)
     if type(module) is not TimmAttention:
         return Refusal("a subclass of timm's Attention, whose function may be another one")
-    if any(type(part).__name__ == "NaFlexVit" for part in around(name, model)):
+    if any(type(outer).__name__ == "NaFlexVit" for outer in around(name, model)):
         return Refusal("NaFlexVit hides different keys from different queries (symmetric masks)")
     qkv, proj = module.qkv, module.proj
     dim, heads = qkv.in_features, module.num_heads
     if reason := other_width(dim, heads, qkv.out_features // 3 // heads, proj.out_features):
         return Refusal(reason)
     grid: GridSource | None = options.grid
-    own, prefix = _grid(name, model)
-    if own is None:
+    network_grid, prefix = _grid(name, model)
+    if network_grid is None:
         prefix = options.prefix
-    elif grid not in (None, own()) or options.prefix not in (0, prefix):
-        return Refusal(
-            f"its network has a grid {own()} and prefix {prefix}, and grid={grid}, prefix={options.prefix} were given"
-        )
+    elif grid not in (None, network_grid()) or options.prefix not in (0, prefix):
+        arguments = f"grid={grid}, prefix={options.prefix}"
+        return Refusal(f"its network has a grid {network_grid()} and prefix {prefix}, and {arguments} were given")
     else:
-        grid = own
+        grid = network_grid
     new = Attention(
         dim,
         heads,
@@ -149,14 +148,14 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
 def _grid(name: str, model: nn.Module) -> tuple[PatchGrid | None, int]:
     """Return the grid of the tokens, if it is the same for all inputs, and the number of tokens in
     front of it."""
-    for part in around(name, model):
-        if isinstance(part, VisionTransformer):
-            embed = part.patch_embed
-            varies = part.dynamic_img_size or not getattr(embed, "strict_img_size", True)
-            drops = not isinstance(part.patch_drop, nn.Identity)
+    for outer in around(name, model):
+        if isinstance(outer, VisionTransformer):
+            embed = outer.patch_embed
+            varies = outer.dynamic_img_size or not getattr(embed, "strict_img_size", True)
+            drops = not isinstance(outer.patch_drop, nn.Identity)
             if varies or drops or getattr(embed, "grid_size", None) is None:
                 break
-            return PatchGrid(embed), part.num_prefix_tokens
+            return PatchGrid(embed), outer.num_prefix_tokens
     return None, 0
 
 

@@ -208,9 +208,9 @@ def test_equal_tensors_are_one_source_whatever_object_holds_them(mixer):
     net = nn.ModuleDict({"a": nn.MultiheadAttention(16, 4, batch_first=True)})
     replace_attention(net, mixer)
     layer, x = net["a"], torch.randn(3, 10, 16)
-    told = {"key_padding_mask": padding()}
-    causal = {**told, "attn_mask": CAUSAL, "is_causal": True}
-    for options in (told, causal):
+    padded = {"key_padding_mask": padding()}
+    causal = {**padded, "attn_mask": CAUSAL, "is_causal": True}
+    for options in (padded, causal):
         expected = layer(x, x, x, **options)[0]
         assert torch.equal(layer(x, x.clone(), x.clone(), **options)[0], expected)
     x[0, 0, 0] = torch.nan
@@ -238,11 +238,11 @@ def test_a_graph_compares_the_tensors_when_it_runs(close, mixer, monkeypatch):
     net = nn.ModuleDict({"a": nn.MultiheadAttention(16, 4, batch_first=True)})
     replace_attention(net, mixer)
     layer, x, y = net["a"], torch.randn(3, 10, 16), torch.randn(3, 10, 16)
-    plain, other = (layer(x, x, x, attn_mask=mask)[0] for mask in (None, CAUSAL))
+    plain, causal = (layer(x, x, x, attn_mask=mask)[0] for mask in (None, CAUSAL))
     cross = None if mixer == "Mamba" else layer(x, y, y)[0]
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     close(layer(x, x.clone(), x.clone())[0], plain, 1e-6)
-    close(layer(x, x.clone(), x.clone(), attn_mask=CAUSAL)[0], other, 1e-6)
+    close(layer(x, x.clone(), x.clone(), attn_mask=CAUSAL)[0], causal, 1e-6)
     with pytest.raises(RuntimeError, match="key and value differ: expected one source"):
         layer(x, y, x)
     if cross is None:
@@ -276,15 +276,6 @@ def test_a_grid_given_by_the_caller(close):
         net(torch.randn(2, 12, 16))
     with pytest.raises(ValueError, match=r"causal=True: .* a grid \(3, 3\)"):
         net(torch.randn(2, 10, 16), mask=CAUSAL)
-
-
-def test_torchvisions_vision_transformer():
-    """It has a class token, and torch's layers, which do not know the grid."""
-    models = pytest.importorskip("torchvision.models")
-    net = models.VisionTransformer(32, 8, 2, 4, 16, 32, num_classes=3).eval()
-    report = replace_attention(net, grid=(4, 4), prefix=1)
-    assert len(report.replaced) == 2 and "on a grid (4, 4) behind 1 token" in str(report)
-    assert net(torch.randn(2, 3, 32, 32)).shape == (2, 3)
 
 
 def test_tokens_in_an_order_have_neighbours():

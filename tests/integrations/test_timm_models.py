@@ -1,4 +1,5 @@
-"""NDLightNet made by timm: its names, arguments, features, weights and layer decay."""
+"""NDLightNet made by timm: its names, arguments, features and weights. Layer decay, the optimiser and
+the average of weights are the door `timm` of tests/doors."""
 
 from copy import deepcopy
 
@@ -8,7 +9,6 @@ import torch
 timm = pytest.importorskip("timm")
 from timm.models._features import FeatureGetterNet  # noqa: E402
 from timm.models._hub import save_for_hf  # noqa: E402
-from timm.optim import create_optimizer_v2  # noqa: E402
 
 import ndlightnet.integrations.timm  # noqa: E402
 from ndlightnet import NDLightNet  # noqa: E402
@@ -95,40 +95,10 @@ def test_features_only_are_those_of_the_blocks(fmt):
     info = maps.feature_info
     assert len(maps.model.blocks) == 3 and info.channels() == [32, 32]
     assert info.reduction() == [4, 4] and info.module_name() == ["blocks.0", "blocks.2"]
-    found = maps(x)
-    assert len(found) == 2 and all(map(torch.equal, found, expected))
+    features = maps(x)
+    assert len(features) == 2 and all(map(torch.equal, features, expected))
     (last,) = FeatureGetterNet(net, out_indices=1, norm=True)(x)
     assert torch.equal(last.movedim(1, -1), net.forward_features(x))
-
-
-def test_layer_decay_and_no_weight_decay():
-    net = make(depth=3)
-    options = {"opt": "adamw", "lr": 1.0, "weight_decay": 0.1, "layer_decay": 0.5}
-    optimizer = create_optimizer_v2(net, **options)
-    names = {id(p): n for n, p in net.named_parameters()}
-    seen, undecayed = [], net.no_weight_decay()
-    scales = {"embed": 1 / 16, "tpe": 1 / 16, "norm": 1 / 2, "head": 1}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            top, *rest = name.split(".")
-            scale = 0.5 ** (3 - int(rest[0])) if top == "blocks" else scales[top]
-            assert group["lr_scale"] == scale, name
-            decays = parameter.ndim > 1 and name not in undecayed
-            assert group["weight_decay"] == (0.1 if decays else 0), name
-            seen.append(name)
-    assert sorted(seen) == sorted(names.values())
-
-
-def test_training_with_an_average_of_the_weights():
-    net, x = make().train(), torch.randn(2, 3, 16, 16)
-    average = timm.utils.ModelEmaV3(net, decay=0.5)
-    optimizer = create_optimizer_v2(net, opt="adamw", lr=1e-2, layer_decay=0.7)
-    before = net.head.weight.clone()
-    net(x).square().sum().backward()
-    optimizer.step()
-    average.update(net)
-    assert torch.allclose(average.module.head.weight, (before + net.head.weight) / 2, atol=1e-7)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 5])

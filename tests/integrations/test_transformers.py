@@ -174,15 +174,31 @@ def test_refuses_by_name_what_it_cannot_express(name: str) -> None:
         model(**{"input_ids": words(), **inputs})
 
 
-def test_refuses_custom_masks() -> None:
-    def every_other(batch: Any, head: Any, q: Any, k: Any) -> Any:
-        return (q - k) % 2 == 0
+@pytest.mark.parametrize("cells", [1, 2**24])
+def test_compares_mask_functions_with_what_they_should_be(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows, also one at a time: a mask that differs in the last one only is another one."""
+    monkeypatch.setattr(ours, "CELLS", cells)
 
+    def no_first_key(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return (q < 8) | (k > 0)
+
+    window = masking_utils.sliding_window_causal_mask_function(4)
+    assert ours.mask(2, 9, 9, mask_function=window, local_size=4).shape == (2, 1, 2, 9)
+    causal = masking_utils.causal_mask_function
+    for function, size in (
+        (no_first_key, None),
+        (masking_utils.and_masks(causal, no_first_key), None),
+        (window, 5),
+        (window, None),
+        (masking_utils.sliding_window_bidirectional_mask_function(4), 4),
+    ):
+        with pytest.raises(ValueError, match="a custom mask: LightNet has one memory"):
+            ours.mask(2, 9, 9, mask_function=function, local_size=size)
+    both = masking_utils.sliding_window_bidirectional_mask_function(4)
+    options = {"local_size": 4, "allow_is_bidirectional_skip": True}
+    assert ours.mask(2, 9, 9, mask_function=both, **options).shape == (2, 1, 7, 9)
     with pytest.raises(ValueError, match="a custom mask: LightNet has one memory"):
-        ours.mask(2, 9, 9, mask_function=every_other)
-    both = masking_utils.and_masks(masking_utils.causal_mask_function, every_other)
-    with pytest.raises(ValueError, match="a custom mask: LightNet has one memory"):
-        ours.mask(2, 9, 9, mask_function=both)
+        ours.mask(2, 9, 9, mask_function=both, use_vmap=True, **options)
 
 
 def test_masks_without_a_place_for_the_queries_are_refused() -> None:
