@@ -35,7 +35,6 @@ ONLY_UNDER = {
     "av": ("ndlightnet.data", "ndlightnet.inference"),
     "triton": ("ndlightnet_kernels",),
 }
-LEFT = {"lightnet/parts.py", "ndlightnet_evidence/photographs.py"}  # in circles that are left
 PACKAGES = ("kernels/ndlightnet_kernels", "tasks/evidence/ndlightnet_evidence")  # others than ndlightnet
 ALIASES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning", "ndlightnet_evidence": "tasks"}
 
@@ -132,7 +131,7 @@ def test_every_import_goes_downward():
 
 @pytest.mark.slow
 def test_no_modules_import_each_other():
-    assert circles({path: (ROOT / path).read_text() for path in files() if "/".join(path.parts[-2:]) not in LEFT}) == []
+    assert circles({path: (ROOT / path).read_text() for path in files()}) == []
 
 
 @pytest.mark.parametrize(

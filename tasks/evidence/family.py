@@ -39,6 +39,7 @@ from ndlightnet.training.core.costs import state_size
 from ndlightnet.training.core.optim import warm_cosine
 from ndlightnet_evidence import catalogue, plots, runner, sets, tables
 from ndlightnet_evidence.graphs import Steps
+from ndlightnet_evidence.load import load
 from ndlightnet_evidence.tables import Run
 
 POINTS = 12  # of the curve over time
@@ -206,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in NOT_SCHEDULED:
         if config["model"].get(name) is not None:
             parser.error(f"{o.config}: model.{name}: expected null, which the schedule here is for")
-    study = Study(config, sets.load(config), rows)
+    study = Study(config, load(config), rows)
     measures = study.data.measures
     runner.compare(
         o,

@@ -10,7 +10,8 @@ from PIL import Image
 from torch import nn
 
 import family
-from ndlightnet_evidence import photographs, sets
+from ndlightnet_evidence import photographs
+from ndlightnet_evidence.load import load
 
 FOLDERS = {"size": 8, "padding": 1, "hflip": 0.5, "random_erasing": 0.2, "cutmix": 1.0, "mixup": 0.2}
 
@@ -83,7 +84,7 @@ def test_a_short_training_learns_and_its_batches_follow_from_the_seed(config, tm
     row = "LightNetAttention" if "TextData" in config.read_text() else "Identity"
     family.main([str(config), "--rows", row, "--seeds", "0", "--out", str(tmp_path / "out")])
     run = results(tmp_path / "out")[row, 0]
-    data = sets.load(family.read_config(config, []))
+    data = load(family.read_config(config, []))
     assert run["steps"] == data.steps and run["step_ms"] > 0
     if "bits_16" in run:  # the longest windows hold the same bytes as the others
         assert run["bits_per_byte"] == run["bits_16"]
@@ -160,21 +161,21 @@ def test_rows_have_equal_time_and_a_curve(config, tmp_path):
 def test_photographs_are_augmented_as_the_config_says_or_refused(config, capsys):
     """What is moved in is 0 before the normalisation, an erased box 0 after it."""
 
-    def load(**changes):
-        return sets.load(family.read_config(config, [f"data.init_args.{k}={v}" for k, v in changes.items()]))
+    def read(**changes):
+        return load(family.read_config(config, [f"data.init_args.{k}={v}" for k, v in changes.items()]))
 
     for padding, erasing in ((2, 0), (1, 1)):
-        data = load(mixup=0, cutmix=0, hflip=0, padding=padding, random_erasing=erasing)
+        data = read(mixup=0, cutmix=0, hflip=0, padding=padding, random_erasing=erasing)
         x, _ = next(data.batches(0, 1))
         moved_in, gone = (x == data.normalised(torch.zeros(3, 1, 1))).all(1), (x == 0).all(1)
         assert moved_in.any() and gone.flatten(1).any(1).all() == bool(erasing)
         assert padding == 1 or (moved_in[:, :2].any() and moved_in[:, -2:].any())
-    data, labels = load(batch_size=999), torch.arange(16) % 2
+    data, labels = read(batch_size=999), torch.arange(16) % 2
     (x, mixed), *_ = data.batches(0, 2)
     assert data.steps == 8 and len(x) == 16 and torch.allclose(mixed.sum(1), torch.ones(16))
     likely = nn.functional.one_hot(labels, 2).float() * 60
     for smoothing in (0.0, 0.4):
-        data = sets.load(family.read_config(config, [f"model.label_smoothing={smoothing}"]))
+        data = load(family.read_config(config, [f"model.label_smoothing={smoothing}"]))
         loss = data.loss(lambda _: likely, x, labels).item()
         assert loss == pytest.approx(smoothing / 2 * 60)  # the wrong class is so unlikely
     with pytest.raises(ValueError, match="data: scale: expected null, or padding above 0"):

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from ndlightnet.data.image.image_sets import ImageSet
 from ndlightnet.data.sampling import mixed
-from ndlightnet.training import ImageData, ImageFolders, TextData
+from ndlightnet.training import ImageData, TextData
 from ndlightnet.training.classification.scores import scores
 from ndlightnet.training.language.measures import token_nll
 from ndlightnet_evidence import runner
@@ -183,21 +183,3 @@ class Text(Samples):
                 continue
             bits[f"bits_{length}"] = float(nats) / self.data.tested / math.log(2)
         return {"bits_per_byte": bits.get(f"bits_{self.data.length}"), **bits}
-
-
-def load(config: dict[str, Any]) -> Samples:
-    """Read the data of a config, whose class must be one of those below."""
-    from ndlightnet_evidence.photographs import Photographs  # which needs this module
-
-    kinds: dict[str, tuple[Any, Any]] = {
-        "ImageData": (ImageData, Images),
-        "ImageFolders": (ImageFolders, Photographs),
-        "TextData": (TextData, Text),
-    }
-    name = config["data"]["class_path"].rpartition(".")[2]
-    if name not in kinds:
-        raise ValueError(f"data: {name}: expected {', '.join(kinds)}")
-    module, kind = kinds[name]
-    samples: Samples = kind(module(**config["data"]["init_args"]), config["trainer"]["max_epochs"])
-    samples.smoothing = config["model"].get("label_smoothing", samples.smoothing)
-    return samples
