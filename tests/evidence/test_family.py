@@ -179,7 +179,7 @@ def test_photographs_are_augmented_as_the_config_says_or_refused(config, capsys)
         loss = data.loss(lambda _: likely, x, labels).item()
         assert loss == pytest.approx(smoothing / 2 * 60)  # the wrong class is so unlikely
     with pytest.raises(ValueError, match="data: scale: expected null, or padding above 0"):
-        load(padding=0)
+        read(padding=0)
     with pytest.raises(SystemExit):
         family.main([str(config), "--set", "model.min_lr=1e-5"])
     assert "model.min_lr: expected null" in capsys.readouterr().err
