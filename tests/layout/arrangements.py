@@ -157,4 +157,9 @@ PACKS_OF_SLABS = [
     PackOfSlabs("pack of slabs, axis 0", ((5, 3), (4, 2)), 2, 0, ((3, 2), (1, 3))),
     PackOfSlabs("pack of slabs, axis 1", ((2, 5, 2), (3, 4, 1)), 2, 1, ((1, 4), (2, 2))),
 ]
-BOXES = [AllBoxes("boxes, 1 axis", ((12,), (12,)), box=(3,)), AllBoxes("boxes, 2 axes", ((4, 6), (4, 6)), box=(2, 3))]
+
+BOXES = [
+    AllBoxes("boxes, 1 axis", ((12,), (12,)), box=(3,)),
+    AllBoxes("boxes, 2 axes", ((4, 6), (4, 6)), box=(2, 3)),
+    AllBoxes("boxes larger than a State", ((8, 12), (8, 12)), box=(4, 6)),
+]

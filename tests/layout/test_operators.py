@@ -88,6 +88,11 @@ def taps(ndim: int) -> dict[str, tuple[int, ...]]:
     return {"taps": (5**ndim, DIM)}
 
 
+def ahead(ndim: int) -> Any:
+    """Taps that read the next two steps of the first axis."""
+    return tuple((-step, *[0] * (ndim - 1)) for step in range(3))
+
+
 def nothing(ndim: int) -> dict[str, tuple[int, ...]]:
     return {}
 
@@ -120,6 +125,7 @@ OPERATIONS = MERGED | {
     "scan, both ways": Operation(partial(scan, True), {"x": (DIM + 1,)}, (), scans),
     "mixing, star": Operation(partial(mix, partial(star, radius=1)), {"x": (DIM,)}, ("x",), taps),
     "mixing, box of 2": Operation(partial(mix, partial(dense, radius=2)), {"x": (DIM,)}, ("x",), taps),
+    "mixing, ahead": Operation(partial(mix, ahead), {"x": (DIM,)}, ("x",), taps),
     "mixing, causal": Operation(partial(mix, partial(star, radius=1, causal=True)), {"x": (DIM,)}, ("x",), taps),
 }
 
@@ -190,6 +196,34 @@ def test_causal_forms_take_no_boxes():
     x = torch.randn(8, 6, HEADS, DIM)
     with pytest.raises(ValueError, match="its rows are boxes of samples, expected whole samples in a causal form"):
         axis_causal_attention(x, x, x, BOXES[1].layout(None))
+
+
+FIRST = [*GRIDS[1:3], PACKS[1], SLABS[0], SLABS[3], PACKS_OF_SLABS[0]]
+
+
+@pytest.mark.parametrize("arrangement", FIRST, ids=lambda one: one.name)
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "causal" in name])
+def test_what_is_not_finite_stays_behind(name, arrangement):
+    """NaN in the last frame of each sample reaches no earlier frame."""
+    operation, shapes = OPERATIONS[name], arrangement.shapes
+    sizes = operation.weights(len(shapes[0]))
+    weights = {key: torch.randn(size, dtype=torch.float64) for key, size in sizes.items()}
+    samples = {key: [torch.randn(*s, *n).double() for s in shapes] for key, n in operation.inputs.items()}
+    behind = {key: [x.clone() for x in each] for key, each in samples.items()}
+    for each in behind.values():
+        for x in each:
+            x[-1] = torch.nan
+
+    def run(inputs: dict[str, list[Tensor]]) -> list[Tensor]:
+        rows = arrangement.run(
+            lambda layout, rank: operation.run(
+                layout, {key: arrangement.rows(each, rank) for key, each in inputs.items()}, None, weights
+            )
+        )
+        return [y[:-1] for y in arrangement.joined(rows)]
+
+    for one, other in zip(run(behind), run(samples), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("arrangement", [*GRIDS, *PACKS, *SLABS, *PACKS_OF_SLABS, *BOXES], ids=lambda one: one.name)

@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ndlightnet import Identity, NDLightNet, NDLightUNet, mixers
+from ndlightnet.parallel import split_sizes
 
 
 class Case(NamedTuple):
@@ -100,3 +102,13 @@ def features_beside_nan(name: str, dtype: torch.dtype = torch.float64) -> tuple[
     seen = torch.zeros(2, case.shape[1], dtype=torch.bool)
     seen[cell[0], cell[2] :] = True
     return net, clean, bad, seen
+
+
+def slab(x: Tensor, dim: int, multiple: int = 1) -> Tensor:
+    sizes = split_sizes(x.shape[dim], dist.get_world_size(), multiple)
+    return x.split(sizes, dim)[dist.get_rank()]
+
+
+def error_of(found: Tensor, expected: Tensor, largest: Tensor) -> float:
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    return ((found - expected).abs().max() / largest.abs().max()).item()

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, mixers, pack, shard_grid
+from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, pack, shard_grid
 from ndlightnet.parallel import Processes
 
-from .cases import CASES
-from .common import error_of, slab
+from .cases import CASES, error_of, slab
 
 
 def twice() -> dict[str, Any]:
@@ -116,15 +115,6 @@ def anomaly() -> dict[str, Any]:
         found = {"anomaly": _summed(net, torch.randn(1, 1, 8, 8, dtype=torch.float64), 2)}
     torch.use_deterministic_algorithms(False)
     return found
-
-
-def one_frame() -> dict[str, Any]:
-    """Windows of one frame, on slabs of one frame and of two, of one token each."""
-    torch.manual_seed(0)
-    mixer = partial(mixers.LightNetAttention, window=1, local=None)
-    net = NDLightNet(1, 1, 5, patch_size=1, embed_dim=32, depth=1, causal=True, mixer=mixer)
-    x = torch.randn(1, 1, 3, dtype=torch.float64)
-    return {"window of one frame": _summed(net.double(), x, 1)}
 
 
 def empty_batch() -> dict[str, Any]:

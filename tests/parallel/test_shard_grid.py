@@ -11,11 +11,11 @@ import torch
 from ndlightnet_evidence import shard_model
 from tests.processes import run, run_once
 
-from .cases import CASES, CAUSAL
+from .cases import CASES
 from .worker import TIMEOUT
 
 WORKER = "tests.parallel.worker"
-COUNTS = (2, 3, 4)
+COUNTS = (2, 3)
 BOUNDS = {"float32": 1e-5, "float64": 1e-10}
 
 
@@ -36,10 +36,9 @@ def check(processes: list[dict[str, Any]], count: int, dtype: str) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_the_whole(name, count, tmp_path):
-    axes, tried = len(CASES[name].axes), {2: 2, 3: 1}.get(count)
     for errors in found(count, "all_cases", tmp_path):
         own = {label: kinds for label, kinds in errors.items() if label.startswith(f"{name}, axis")}
-        assert len(own) == (axes * tried if tried else 1)
+        assert len(own) == (len(CASES[name].axes) + 1 if count == 2 else 1)
         for label, kinds in own.items():
             inputs = set() if CASES[name].words else {"input"}
             assert kinds.keys() == {"output", "parameters"} | inputs
@@ -48,17 +47,16 @@ def test_outputs_and_gradients_are_those_of_the_whole(name, count, tmp_path):
 
 @pytest.mark.slow
 def test_blocks_that_are_computed_again_meet_again(tmp_path):
-    check(found(2, "recomputed", tmp_path), 4, "float64")
+    check(found(2, "recomputed", tmp_path), 2, "float64")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3])
-def test_second_derivatives(count, tmp_path):
-    check(found(count, "twice", tmp_path), 5, "float64")
+def test_second_derivatives(tmp_path):
+    check(found(2, "twice", tmp_path), 5, "float64")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job, count", [("anomaly", 1), ("one_frame", 1), ("empty_batch", 4)])
+@pytest.mark.parametrize("job, count", [("anomaly", 1), ("empty_batch", 4)])
 def test_rare_uses(job, count, tmp_path):
     check(found(2, job, tmp_path), count, "float64")
 
@@ -101,11 +99,6 @@ def test_packs_of_slabs(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_reaches_no_other_sample_and_no_earlier_frame(tmp_path):
-    check(found(2, "not_finite", tmp_path), len(CAUSAL), "float64")
-
-
-@pytest.mark.slow
 def test_ddp_and_fsdp2_beside_the_grid(tmp_path):
     for errors in found(4, "beside", tmp_path):
         assert errors.keys() == {"ddp", "fsdp2"}
@@ -144,20 +137,6 @@ def test_parts_round_as_the_whole_does_under_autocast(tmp_path):
         assert min(each["whole"]) > 0
         for parts, whole in zip(each["parts"], each["whole"], strict=True):
             assert parts <= 2 * whole  # the kernels' yardstick, see tests/kernels/yardstick.py
-
-
-@pytest.mark.slow
-def test_stochastic_depth_drops_the_same_samples(tmp_path):
-    for each in found(2, "drop_path", tmp_path):
-        assert each["same"] and each["differ"] > 1
-
-
-@pytest.mark.slow
-def test_a_training_has_the_losses_of_the_whole(tmp_path):
-    for losses in found(2, "training", tmp_path):
-        assert len(losses["slabs"]) == 50 and losses["slabs"][-1] < losses["slabs"][0]
-        for slabs, whole in zip(losses["slabs"], losses["whole"], strict=True):
-            assert abs(slabs - whole) <= 1e-8 * whole  # errors grow from step to step
 
 
 @pytest.mark.slow

@@ -255,17 +255,6 @@ def test_every_parameter_of_the_encoder_trains():
     assert all(g.isfinite().all() and g.any() for g in grads), names
 
 
-def test_the_mean_over_a_sample_and_stochastic_depth_know_the_samples():
-    layout, x = Boxes((2, 3), None, 4), torch.randn(8, 6, 5)
-    torch.testing.assert_close(layout.pool(x), x.view(2, 24, 5).mean(1))
-    mask = torch.rand(8, 6) > 0.3
-    real = mask.view(2, 24, 1)
-    expected = (x.view(2, 24, 5) * real).sum(1) / real.sum(1)
-    torch.testing.assert_close(layout.pool(x, mask), expected)
-    assert layout.samples(8) == 2
-    assert layout.spread_samples(torch.tensor([3, 5])).flatten().tolist() == [3] * 4 + [5] * 4
-
-
 @pytest.mark.parametrize("mixer", [SoftmaxAttention, GLA])
 def test_mixers_that_need_whole_samples_say_so(mixer):
     layout = Boxes((2, 3), (0, 0), 2)
