@@ -123,7 +123,7 @@ def test_a_release_makes_the_links_of_the_readme_absolute(tmp_path):
     base = "https://github.com/someone/nd"
     targets = re.findall(r"\]\(([^)]+)\)", (tmp_path / "README.md").read_text())
     assert f"{base}/raw/v0.1.0/.github/phantoms.png" in targets
-    assert f"{base}/blob/v0.1.0/ndlightnet/README.md#limits" in targets
+    assert f"{base}/blob/v0.1.0/ndlightnet/README.md#larger-than-one-device" in targets
     assert all(target.startswith("https://") for target in targets)
     assert f'[project.urls]\nSource = "{base}"\n' in (tmp_path / "pyproject.toml").read_text()
 

@@ -151,7 +151,7 @@ def test_decay_from_part_to_part():
 def test_decay_over_many_segments(monkeypatch):
     """Of several parts each, the last of them empty."""
     for module in (causal, causal_backward):
-        monkeypatch.setattr(module, "cut", lambda k, *_: (-(-k.shape[1] // 128), 128))
+        monkeypatch.setattr(module, "plan_segments", lambda k, *_: (-(-k.shape[1] // 128), 128))
     monkeypatch.setattr(attention, "split_count", lambda *_: 3)
     check(FADED._replace(shape=(64 * 19 - 5,), forget=0.01), "causal")
     check(FADED._replace(shape=(400,), forget=0.5, mask="left", logits="down"), "causal")
@@ -213,7 +213,7 @@ def test_padding_in_front_of_tokens_that_have_a_past(close, close_grads):
 @pytest.mark.slow
 def test_more_segments_than_are_joined_at_once(monkeypatch):
     for module in (causal, causal_backward):
-        monkeypatch.setattr(module, "cut", lambda k, *_: (-(-k.shape[1] // 64), 64))
+        monkeypatch.setattr(module, "plan_segments", lambda k, *_: (-(-k.shape[1] // 64), 64))
     check(Case((64 * 33 - 5,), 5, 3, past=True, batch=1, heads=1), "causal")
 
 
@@ -222,7 +222,7 @@ def test_segments_summarised_in_pieces(monkeypatch):
     """Three for the four tiles of a segment: the last one is empty. What it holds must not count
     beside logits that lie far below 0."""
     for module in (causal, causal_backward):
-        monkeypatch.setattr(module, "cut", lambda k, *_: (-(-k.shape[1] // 128), 128))
+        monkeypatch.setattr(module, "plan_segments", lambda k, *_: (-(-k.shape[1] // 128), 128))
     monkeypatch.setattr(attention, "split_count", lambda *_: 3)
     check(Case((400,), 5, 3, mask="left", logits="down", batch=1, heads=1), "causal")
     check(Case((400,), 5, 3, mask="holes", past=True, batch=1, heads=1), "causal")
