@@ -219,8 +219,8 @@ class NDLightNet(Pretrained, Large):
         """Change the patch size, and resample the embedding's weights to it.
 
         img_size: checked, and changes nothing: inputs may have any size. patch_size: new cells per token. The new
-        weights are those whose tokens of a linearly
-            resized patch are closest to the old tokens of the patch: equal if the patch grows.
+        weights are those whose tokens of a linearly resized patch are closest to the old tokens of the patch: equal
+        if the patch grows.
         """
         if not isinstance(self.embed, Patchify):
             raise ValueError("set_input_size: expected a network of patches, not of words and not with stem_blocks")
@@ -309,10 +309,8 @@ class NDLightNet(Pretrained, Large):
         x, layout = packed.values, packed.layout
         width = (self.embed.proj.in_features,) if isinstance(self.embed, Patchify) else ()
         if tuple(x.shape) != (layout.length, *width) or layout.ndim != self.dims:
-            raise ValueError(
-                f"packed samples {tuple(x.shape)} with {layout.ndim} axes: expected "
-                f"{(layout.length, *width)} with {self.dims}; pack with the network's patch_size"
-            )
+            expected = f"{(layout.length, *width)} with {self.dims}; pack with the network's patch_size"
+            raise ValueError(f"packed samples {tuple(x.shape)} with {layout.ndim} axes: expected {expected}")
         check_not_wider(self, values=x)
         if mask is not None:
             raise ValueError("mask: expected none with packed samples, which have no padding")
@@ -322,10 +320,8 @@ class NDLightNet(Pretrained, Large):
         x, layout, patch = boxed.values, boxed.layout, getattr(self.embed, "patch", ())
         cells = tuple(n * p for n, p in zip(layout.shape, patch, strict=False))
         if tuple(x.shape[1:]) != (self.in_chans, *cells) or layout.ndim != self.dims:
-            raise ValueError(
-                f"boxes of cells {tuple(x.shape[1:])}: expected (in_chans={self.in_chans}, *cells) "
-                f"of {layout.shape} tokens of {patch}"
-            )
+            expected = f"(in_chans={self.in_chans}, *cells) of {layout.shape} tokens of {patch}"
+            raise ValueError(f"boxes of cells {tuple(x.shape[1:])}: expected {expected}")
         check_not_wider(self, boxes=x)
         if mask is not None or self.causal:
             what = "mask" if mask is not None else "causal=True"
@@ -334,8 +330,7 @@ class NDLightNet(Pretrained, Large):
     @property
     def slab_multiples(self) -> tuple[int, ...]:  # type: ignore[override]
         self._check_stem("shard_grid and predict_large")
-        patch: tuple[int, ...] = getattr(self.embed, "patch", (1,) * self.dims)
-        return patch
+        return getattr(self.embed, "patch", (1,) * self.dims)
 
     def _check_stem(self, what: str) -> None:
         if isinstance(self.embed, ConvStem):
@@ -357,11 +352,8 @@ class NDLightNet(Pretrained, Large):
         axes = list(zip(x.shape[2:], patch, strict=False))[self.causal :]
         # not in a graph, which takes any size
         if axes and not torch.compiler.is_compiling() and all(n < p for n, p in axes):
-            warnings.warn(
-                f"input {tuple(x.shape)}: smaller than patch_size={patch}, so it is one token, "
-                "padded with zeros; expected a smaller patch_size",
-                stacklevel=4,
-            )
+            problem = f"input {tuple(x.shape)}: smaller than patch_size={patch}, so it is one token, padded with zeros"
+            warnings.warn(f"{problem}; expected a smaller patch_size", stacklevel=4)
         cells = (x.shape[0], *x.shape[-self.dims :])
         if mask is not None:
             check_tensors(mask=mask)

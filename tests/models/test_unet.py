@@ -181,14 +181,16 @@ def test_sizes(size, first, convs, depths):
 
 
 def test_the_default_size():
-    """On three axes "hybrid", if no levels are given and torch has the layers; elsewhere "M"."""
+    """On three axes "hybrid", if no levels are given, there are three or more and torch has the
+    layers; elsewhere "M", which has LightNet blocks from the second level on."""
 
     def shapes(*args, **options):
         return {name: p.shape for name, p in NDLightUNet(*args, device="meta", **options).named_parameters()}
 
     assert shapes(3) == shapes(3, size="hybrid") != shapes(3, size="M")
     given = {"dims": 3, "widths": [4, 8, 8, 8]}, {"dims": 3, "depths": [0, 0, 1, 1]}
-    for options in ({"dims": 2}, {"dims": 4}, {"dims": 3, "separable": True}, *given):
+    two = {"dims": 3, "strides": [2]}
+    for options in ({"dims": 2}, {"dims": 4}, {"dims": 3, "separable": True}, two, *given):
         assert shapes(**options) == shapes(**options, size="M")
 
 
