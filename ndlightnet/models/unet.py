@@ -122,7 +122,8 @@ class NDLightUNet(Pretrained, Large):
             convolutions, then levels of LightNet blocks alone, and a decoder that adds the
             encoder's feature maps to its own; "S", "M" and "L": convolutions at all levels,
             LightNet blocks too after the first, and a decoder that concatenates both. Default: "M";
-            "hybrid" for three axes, from torch's convolutions, if none of these three is given.
+            "hybrid" for three axes and three levels or more, from torch's convolutions, if none of
+            these three is given.
         strides: by how much each level after the first is coarser than the one before, one number
             or one for each axis; sizes are rounded up. Default: 2 (1 along the first axis if
             causal) for each level of `widths` after the first, or for three levels.
@@ -178,7 +179,8 @@ class NDLightUNet(Pretrained, Large):
         separable = dims > 3 or causal if separable is None else separable
         if size is None:
             preset_levels = widths is None and convs is None and depths is None
-            size = "hybrid" if dims == 3 and not separable and preset_levels else "M"
+            few = isinstance(strides, Sequence) and len(strides) < 2  # no level of LightNet blocks
+            size = "hybrid" if dims == 3 and not separable and preset_levels and not few else "M"
         if size not in SIZES:
             raise ValueError(f"size={size!r}: expected 'hybrid', 'S', 'M' or 'L'")
         if causal and not separable:

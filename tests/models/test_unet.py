@@ -181,14 +181,16 @@ def test_sizes(size, first, convs, depths):
 
 
 def test_the_default_size():
-    """On three axes "hybrid", if no levels are given and torch has the layers; elsewhere "M"."""
+    """On three axes "hybrid", if no levels are given, torch has the layers, and a level is coarse
+    enough for LightNet blocks; elsewhere "M"."""
 
     def shapes(*args, **options):
         return {name: p.shape for name, p in NDLightUNet(*args, device="meta", **options).named_parameters()}
 
     assert shapes(3) == shapes(3, size="hybrid") != shapes(3, size="M")
+    assert shapes(3, strides=[2, 2]) == shapes(3, strides=[2, 2], size="hybrid")
     given = {"dims": 3, "widths": [4, 8, 8, 8]}, {"dims": 3, "depths": [0, 0, 1, 1]}
-    for options in ({"dims": 2}, {"dims": 4}, {"dims": 3, "separable": True}, *given):
+    for options in ({"dims": 2}, {"dims": 4}, {"dims": 3, "separable": True}, {"dims": 3, "strides": [2]}, *given):
         assert shapes(**options) == shapes(**options, size="M")
 
 
