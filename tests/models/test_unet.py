@@ -188,6 +188,7 @@ def test_the_default_size():
         return {name: p.shape for name, p in NDLightUNet(*args, device="meta", **options).named_parameters()}
 
     assert shapes(3) == shapes(3, size="hybrid") != shapes(3, size="M")
+    assert shapes(3, strides=[2, 2]) == shapes(3, strides=[2, 2], size="hybrid")
     given = {"dims": 3, "widths": [4, 8, 8, 8]}, {"dims": 3, "depths": [0, 0, 1, 1]}
     two = {"dims": 3, "strides": [2]}
     for options in ({"dims": 2}, {"dims": 4}, {"dims": 3, "separable": True}, two, *given):

@@ -250,7 +250,7 @@ def test_a_refused_value_is_one_line(segment, decathlon, tmp_path, option, text)
 @pytest.mark.parametrize(
     "option, words",
     [
-        ("--modle.lr=3", ["--modle.lr"]),
+        ("--modle.lr=3", ["--modle.lr", "; did you mean --model.lr?"]),
         ("--model.net.patch=3", ["patch"]),
         ("--data.frames=x", ["frames", "x", "int"]),
         ("--trainer.max_epochs=many", ["max_epochs", "many", "int"]),

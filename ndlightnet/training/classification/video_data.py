@@ -10,11 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchvision.tv_tensors import Video
 
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.fold_assignment import assign_folds, first_of_each, read_groups
-from ndlightnet.data.image.image_transforms import RandAugment
+from ndlightnet.data.image.image_transforms import RandAugment, mixing, seeded
 from ndlightnet.data.made.digits import make_moving_digits
+from ndlightnet.data.sampling import mixed, replica
 from ndlightnet.data.video.clips import ClipDataset, open_for_clips
 from ndlightnet.data.video.video_decoders import TorchCodec, decoders
 from ndlightnet.data.video.video_files import Sample, check_videos, find_videos, read_video_folder
@@ -55,12 +57,16 @@ class VideoData(LabelledData):
         batch_size: clips per batch.
         repeats: random clips per video in an epoch.
         clips: clips per video in validation, test and predict, staggered in time.
+        crops: 1, or 3 for each of these: the middle and both ends of the long side.
         scale: least and largest area of the random crop of a training clip (fractions).
         hflip: mirror training clips at random: mirrored videos have the same class.
         rotation: largest random rotation of training clips (degrees).
         randaugment: {num_ops, magnitude, num_magnitude_bins} of torchvision's RandAugment.
         color_jitter: largest change of brightness, contrast and saturation (a fraction).
         grayscale: probability that a training clip loses its colours.
+        random_erasing: probability that a rectangle of a training clip becomes grey.
+        mixup: alpha of torchvision's MixUp of a training batch; 0: none.
+        cutmix: alpha of its CutMix; 0: none. With both, each batch gets one of them at random.
         augment: training clips are random parts of the videos, changed as the arguments above say;
             False: the whole videos, for a network that generates them.
         balanced: videos of rare classes are visited more often, so that all classes come up alike.
@@ -93,12 +99,16 @@ class VideoData(LabelledData):
         batch_size: int = 8,
         repeats: int = 1,
         clips: int = 3,
+        crops: Literal[1, 3] = 1,
         scale: tuple[float, float] = (0.5, 1.0),
         hflip: bool = False,
         rotation: float = 0.0,
         randaugment: RandAugment | None = None,
         color_jitter: float = 0.2,
         grayscale: float = 0.0,
+        random_erasing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
         augment: bool = True,
         balanced: bool = False,
         validation: float = 0.1,
@@ -116,9 +126,13 @@ class VideoData(LabelledData):
         for name, number in (("frames", frames), ("size", size), ("repeats", repeats), ("clips", clips)):
             check(f"data.{name}", number, number > 0, "1 or more")
         check("data.pixels", pixels, pixels == "rgb" or frames > 1, "rgb with data.frames=1")
-        for name, value in (("grayscale", grayscale), ("validation", validation)):
+        check("data.crops", crops, crops in (1, 3), "1 or 3")
+        check("data.crops", crops, crops == 1 or crop_mode == "center", "1 with crop_mode=squash")
+        for name, value in (("grayscale", grayscale), ("random_erasing", random_erasing), ("validation", validation)):
             check(f"data.{name}", value, 0 <= value <= 1, "a fraction from 0 to 1")
-        for name, value in (("color_jitter", color_jitter), ("rotation", rotation), ("cache_gb", cache_gb)):
+        for name, value in (("mixup", mixup), ("cutmix", cutmix), ("color_jitter", color_jitter)):
+            check(f"data.{name}", value, value >= 0, "0 or more")
+        for name, value in (("rotation", rotation), ("cache_gb", cache_gb)):
             check(f"data.{name}", value, value >= 0, "0 or more")
         good = 0 < scale[0] <= scale[1] <= 1
         check("data.scale", scale, good, "two fractions above 0, the smaller one first")
@@ -128,7 +142,8 @@ class VideoData(LabelledData):
         check("data.test_on", test_on, good, "test without data.fold")
         self.frames, self.size, self.pixels = frames, size, pixels
         self.framing, self.repeats = Framing(size, crop_mode), repeats
-        self.clips, self.hflip, self.augment, self.balanced = clips, hflip, augment, balanced
+        self.clips, self.crops, self.hflip, self.augment = clips, crops, hflip, augment
+        self.mixup, self.cutmix, self.balanced = mixup, cutmix, balanced
         self.space = (frames, size, size)
         self.validation, self.groups, self.folds = validation, groups, folds
         self.train_limit = train_limit
@@ -142,7 +157,7 @@ class VideoData(LabelledData):
             randaugment=randaugment,
             color_jitter=color_jitter,
             grayscale=grayscale,
-            random_erasing=0,
+            random_erasing=random_erasing,
         )
 
     @property
@@ -187,6 +202,7 @@ class VideoData(LabelledData):
             if stage == "fit":
                 super().setup(stage)
                 self.train_set = self._training(evenly(train) if self.balanced else train)
+                self.mixing = mixing(self.mixup, self.cutmix, len(self.classes))
         else:
             tested = folder.test if self.test_on == "test" else self._split(folder.train)[1]
             log_rank_zero(check_videos(tested))
@@ -219,7 +235,8 @@ class VideoData(LabelledData):
         return ClipDataset(samples, self.frames, self.framing, draw=draw, cache=self.cache, device=self.decoding)
 
     def _evaluated(self, samples: Sequence[Sample]) -> ClipDataset:
-        return ClipDataset(samples, self.frames, self.framing, clips=self.clips, cache=self.cache, device=self.decoding)
+        counts = {"clips": self.clips, "crops": self.crops}
+        return ClipDataset(samples, self.frames, self.framing, **counts, cache=self.cache, device=self.decoding)
 
     def sample_name(self, number: int) -> str:
         return str(self.test_set.samples[number].path)
@@ -231,12 +248,19 @@ class VideoData(LabelledData):
         return DataLoader(OpenedVideos(paths, self), batch_size=None)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return (clips, labels, numbers); videos that could not be read are named."""
+        """Return (clips, labels, numbers). Training clips are mixed, when labels are (batch,
+        classes) floats; videos that could not be read are named."""
         if isinstance(batch, dict):
             return batch
-        *samples, problems = batch
+        clips, labels, numbers, problems = batch
         self.report_skipped(problems, "the next video replaces it")
-        return tuple(samples)
+        trainer = self.trainer
+        if trainer is not None and trainer.training and self.mixing is not None:
+            number = trainer.fit_loop.epoch_loop.total_batch_idx + 1  # of batches before this one
+            draw = mixed(self.seed, 2, number, replica()[0])
+            clips, labels = seeded(self.mixing, draw, Video(clips), labels)
+            clips = clips.as_subclass(Tensor)
+        return clips, labels, numbers
 
 
 def evenly(samples: Sequence[Sample]) -> list[Sample]:
@@ -282,7 +306,7 @@ class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
                 return {
                     "path": str(path),
                     "number": index + 1,
-                    "clips": eval_clips(video, data.frames, data.framing, data.clips),
+                    "clips": eval_clips(video, data.frames, data.framing, data.clips, data.crops),
                 }
         except DataError as error:
             return {"path": str(path), "error": str(error)}

@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 
 from ndlightnet.data.errors import DataError, one_line, printable
+from ndlightnet.layout.spelling import did_you_mean
 
 
 def check(argument: str, value: object, good: bool, expected: str) -> None:
@@ -25,7 +26,12 @@ class OneLine:
     def error(self: Any, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # the parser of a class inside another one
             super().error(message, ex)  # type: ignore[misc]
-        self.exit(2, f"error: {printable(' '.join(message.split()))}\n")
+        parser = getattr(ex, "subcommand_parser", None) or self
+        options = {option.lstrip("-") for action in parser._actions for option in action.option_strings}
+        words = [word.partition("=")[0].rstrip(":") for word in message.split() if word.startswith("--")]
+        near = [did_you_mean(word[2:], options, "") for word in words if word[2:] not in options]
+        hint = f"; did you mean --{near[0]}?" if any(near[:1]) else ""
+        self.exit(2, f"error: {printable(' '.join(message.split()) + hint)}\n")
         raise AssertionError("exit returned")
 
 

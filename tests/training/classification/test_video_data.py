@@ -126,8 +126,12 @@ def test_a_class_without_a_video_to_train_with(root):
     [
         ({"frames": 0}, "data.frames: 0, expected 1 or more"),
         ({"frames": 1, "pixels": "both"}, "data.pixels: both, expected rgb with data.frames=1"),
+        ({"crops": 2}, "data.crops: 2, expected 1 or 3"),
+        ({"crops": 3, "crop_mode": "squash"}, "data.crops: 3, expected 1 with crop_mode=squash"),
         ({"scale": (0.0, 1.0)}, r"data.scale: \(0.0, 1.0\), expected two fractions above 0"),
         ({"grayscale": 1.5}, "data.grayscale: 1.5, expected a fraction from 0 to 1"),
+        ({"random_erasing": -0.5}, "data.random_erasing: -0.5, expected a fraction from 0 to 1"),
+        ({"mixup": -1.0}, "data.mixup: -1.0, expected 0 or more"),
         ({"batch_size": 0}, "data.batch_size: 0, expected 1 or more"),
         ({"workers": -1}, "data.workers: -1, expected 0 or more processes"),
         ({"folds": 1}, "data.folds: 1, expected 2 or more"),
@@ -174,6 +178,60 @@ class Trainer:
         self.datamodule = data
         self.fit_loop = self.epoch_loop = self
         self.total_batch_idx = batch - 1
+
+
+@pytest.mark.parametrize("mix", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
+def test_mixed_batches_follow_from_the_seed_and_the_number(root, mix):
+    data = made(root, validation=0, **mix)
+    torch.manual_seed(0)
+    data.setup("fit")
+    clips, labels = torch.randn(4, 3, 4, 16, 16), torch.tensor([0, 1, 1, 0])
+    batch = [clips, labels, torch.arange(4), [""] * 4]
+
+    def at(number):
+        data.trainer = Trainer(data, number)
+        state = torch.get_rng_state()
+        mixed, soft, numbers = data.on_after_batch_transfer(batch, 0)
+        assert torch.equal(state, torch.get_rng_state()) and numbers is batch[2]
+        assert type(mixed) is torch.Tensor and mixed.shape == clips.shape
+        torch.testing.assert_close(soft.sum(1), torch.ones(4))
+        return mixed, soft
+
+    (one, soft), (again, same), (two, other) = at(3), at(3), at(4)
+    assert torch.equal(one, again) and torch.equal(soft, same)
+    assert not torch.equal(one, two) and not torch.equal(soft, other)
+    # each clip is mixed with the one before, all of its frames alike: of clip 1, class 1, a part
+    # comes from clip 0, class 0
+    lam = soft[1, 0]
+    if mix == {"mixup": 0.8}:
+        torch.testing.assert_close(one[1], (1 - lam) * clips[1] + lam * clips[0])
+    if mix == {"cutmix": 1.0}:
+        kept = (one == clips).all(1)  # (batch, frames, height, width)
+        assert torch.equal(kept, kept[:, :1].expand_as(kept))
+        assert kept[1, 0].float().mean() == pytest.approx(1 - lam.item(), abs=1e-6)
+
+
+def test_validation_is_never_mixed(root):
+    data = made(root, mixup=1.0, validation=0.2)
+    data.setup("fit")
+    data.trainer = Trainer(data)
+    data.trainer.training = False
+    batch = next(iter(data.val_dataloader()))
+    clips, labels, numbers = data.on_after_batch_transfer(batch, 0)
+    assert clips is batch[0] and labels.dtype == torch.int64 and numbers.tolist() == [0, 1, 2]
+
+
+def test_crops_and_erasing_reach_the_clips(root):
+    plain = {"validation": 0, "scale": (1.0, 1.0), "color_jitter": 0.0, "clips": 2}
+    data, erased = made(root, crops=3, **plain), made(root, random_erasing=1.0, **plain)
+    for each in (data, erased):
+        each.setup("fit")
+        each.setup("test")
+    assert data.test_set[0][0].shape == (6, 3, 4, 16, 16) and erased.test_set[0][0].shape == (2, 3, 4, 16, 16)
+    (clip, *_), (other, *_) = (SeededSamples(each.train_set, 0)[0] for each in (data, erased))
+    erased_cells = (clip != other).any(0)  # (frames, height, width)
+    assert 0 < erased_cells.float().mean() < 1
+    assert torch.equal(erased_cells, erased_cells[:1].expand_as(erased_cells))
 
 
 def test_a_video_that_training_cannot_read_is_told_once(root, tmp_path, capsys):
@@ -304,6 +362,7 @@ def trained(classify, root, tmp_path_factory) -> Path:
         f"--trainer.default_root_dir={out}",
         f"--data.init_args.root={root}",
         "--model.causal=true",
+        "--data.init_args.mixup=0.5",
         "--trainer.max_epochs=3",
     )
     assert (done.status, done.errors) == (0, [])
