@@ -64,7 +64,7 @@ class GenerationTask(Task):
         others: as in Task.
     """
 
-    saved = (*Task.saved, "cost", "space")
+    saved = (*Task.saved, "cost", "space", "prediction")
     measures = "step"
     only_float32 = True
     monitor = "val_score"  # the best checkpoint has the highest

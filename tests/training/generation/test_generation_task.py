@@ -130,6 +130,15 @@ def test_test_and_predict_use_the_averaged_weights(images):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_without_what_its_network_predicts(images, tmp_path):
+    root, out = images
+    saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
+    torch.save({key: value for key, value in saved.items() if key != "prediction"}, tmp_path / "less.ckpt")
+    status, _, errors = launch(tmp_path / "out", "test", root, f"--ckpt_path={tmp_path}/less.ckpt")
+    assert status == 1 and "the checkpoint lacks prediction" in errors[0]
+
+
+@pytest.mark.slow
 def test_prediction_is_repeated_by_its_seed_and_of_the_classes_asked(images, tmp_path):
     root, out = images
     last = f"--ckpt_path={out}/checkpoints/last.ckpt"
