@@ -162,16 +162,16 @@ def padding(mask: Tensor | None, batch: int, keys: int, heads: int = 1, name: st
     """
     if mask is None:
         return None
-    text = f"{name} {tuple(mask.shape)}: {ONE_MEMORY}"
+    shape = tuple(mask.shape)
     rows = mask[:, None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
     if rows.ndim != 4 or rows.shape[0] not in (1, batch) or rows.shape[1] not in (1, heads) or rows.shape[3] != keys:
-        raise ValueError(text)
+        raise ValueError(f"{name} {shape}: {ONE_MEMORY}, of ({batch}, {keys}) keys")
     visible = rows.bool()
     if mask.is_floating_point():
         visible = rows > HIDDEN
         require((~visible | (rows == 0)).all(), f"{name} {mask.dtype}: expected 0, or -10000 and less for padding")
     first = visible[:, :1, :1]
-    require((visible == first).all(), text)
+    require((visible == first).all(), f"{name} {shape}: {ONE_MEMORY}")
     return first[:, 0, 0].expand(batch, -1)
 
 
