@@ -46,7 +46,7 @@ class LocalMixing(Initialized):
     def begin(
         self, x: Tensor, layout: Layout, mask: Tensor | None = None, causal: bool = False
     ) -> Callable[[], Tensor]:
-        """Return, when called, the result: a part of a grid sends its edges before that."""
+        """Return, when called, the result: a slab of a grid sends its edges before that."""
         self._check(layout)
         taps = self.offsets(causal)
         return begin_local_mixing(x, self.weight, taps, layout=layout, mask=mask, impl=self.impl)

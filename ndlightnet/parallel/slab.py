@@ -211,6 +211,9 @@ class SlabPack(Ragged):
         self.slabs = tuple(slabs)
         super().__init__(slab.shape for slab in self.slabs)
 
+    def __repr__(self) -> str:
+        return f"SlabPack({self.slabs})"
+
     def grids(self) -> Iterable[Slab]:
         return self.slabs
 
@@ -224,7 +227,7 @@ class SlabPack(Ragged):
         return self.slabs[0].draw(*shape, device=device)
 
     def token_counts(self, device: torch.device) -> Tensor:
-        return torch.tensor([[slab.whole.length] for slab in self.slabs], device=device)
+        return torch.tensor([[max(1, slab.whole.length)] for slab in self.slabs], device=device)
 
 
 def carry_sizes(slab: Any, axis: int, sizes: Shape) -> Tensor:

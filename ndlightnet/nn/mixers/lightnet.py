@@ -137,8 +137,9 @@ class LightNetAttention(Constants, LocalMixer):
         """Map tokens (batch, prefix + length, dim) to the same shape; mask: as many. The `prefix`
         tokens in front of the grid, such as a class token, take part in the attention, at position
         0, and not in local mixing. Prefix tokens need the global form and a Grid."""
-        if prefix and (causal or not isinstance(layout, Grid)):  # a pack has nothing in front of its samples
-            raise ValueError(f"prefix={prefix}: expected causal=False and a Grid, or no prefix")
+        # a pack has nothing in front of its samples, and boxes and slabs would each have a prefix of their own
+        if prefix and (causal or not isinstance(layout, Grid) or layout.shared):
+            raise ValueError(f"prefix={prefix}: expected causal=False and a Grid of whole samples, or no prefix")
         x = self.add_local(x, layout, mask, causal, prefix)
         q, k, v, gate = self._project(x, x)
         near = self.begin_local_values(v.flatten(2), layout, mask, causal, prefix)

@@ -63,7 +63,7 @@ class LocalMixer(StreamingMixer):
     def begin_local_values(
         self, v: Tensor, layout: Layout, mask: Tensor | None, causal: bool, prefix: int = 0
     ) -> Callable[[], Tensor | None]:
-        """Return, when called, the local values, None without that convolution: a part of a grid
+        """Return, when called, the local values, None without that convolution: a slab of a grid
         sends its edges before that."""
         if self.local_values is None:
             return lambda: None

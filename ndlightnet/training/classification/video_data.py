@@ -235,8 +235,15 @@ class VideoData(LabelledData):
         return ClipDataset(samples, self.frames, self.framing, draw=draw, cache=self.cache, device=self.decoding)
 
     def _evaluated(self, samples: Sequence[Sample]) -> ClipDataset:
-        counts: Any = {"clips": self.clips, "crops": self.crops}
-        return ClipDataset(samples, self.frames, self.framing, **counts, cache=self.cache, device=self.decoding)
+        return ClipDataset(
+            samples,
+            self.frames,
+            self.framing,
+            clips=self.clips,
+            crops=self.crops,
+            cache=self.cache,
+            device=self.decoding,
+        )
 
     def sample_name(self, number: int) -> str:
         return str(self.test_set.samples[number].path)
