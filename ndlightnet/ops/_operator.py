@@ -7,6 +7,7 @@ registered gradient takes twice the host time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +115,11 @@ def _parse(schema: str) -> tuple[str, Types, Types]:
     return name, inputs, outputs
 
 
+def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return a function that takes the values of these numbers, fast where there are several."""
+    return itemgetter(*numbers) if len(numbers) > 1 else lambda values: tuple([values[i] for i in numbers])
+
+
 def _differentiate(
     gradient: Gradient, inputs: Types, outputs: Types, flops: Callable[..., int]
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
@@ -124,7 +130,7 @@ def _differentiate(
 
     def joined(grads: Sequence[Tensor | None], values: Sequence[Any]) -> Any:
         # an operator returns no None
-        tensors = tuple(values[0].new_empty(0) if x is None else x for x in grads)
+        tensors = tuple([values[0].new_empty(0) if x is None else x for x in grads])
         return tensors if len(tensors) > 1 else tensors[0]
 
     def compute(*values: Any) -> Any:
@@ -144,29 +150,33 @@ def _differentiate(
     has = [x for x in inputs if f"has_{x}" in arguments]
     needs = [x for x in inputs if f"needs_{x}" in arguments]
     names = [*tensors, *constants, *(f"has_{x}" for x in has), *grads, *(f"needs_{x}" for x in needs)]
-    order = [names.index(x) for x in arguments]
-    tensors_at, constants_at, has_at = ([forward.index(x) for x in part] for part in (tensors, constants, has))
-    unused_at = [forward.index(x) for x in outputs if f"d{x}" not in arguments]
-    needs_at, targets_at = ([forward.index(x) for x in part] for part in (needs, targets))
+    in_order = _picker([names.index(x) for x in arguments])
+    unused = [x for x in outputs if f"d{x}" not in arguments]
+    pick_tensors, pick_constants, pick_has, pick_unused, pick_needs = (
+        _picker([forward.index(x) for x in part]) for part in (tensors, constants, has, unused, needs)
+    )
+    targets_at = [forward.index(x) for x in targets]
     required = [arguments[x] == "Tensor" for x in grads if x in arguments]
     materialize = len(outputs) == 1 or (len(required) > 1 and all(required))
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         values = (*inputs, *output) if isinstance(output, tuple) else (*inputs, output)
-        ctx.save_for_backward(*[values[i] for i in tensors_at])
-        ctx.constants = [*[values[i] for i in constants_at], *[values[i] is not None for i in has_at]]
-        ctx.mark_non_differentiable(*[values[i] for i in unused_at])
-        ctx.set_materialize_grads(materialize)  # if not, no zeros are written for outputs without a gradient
+        ctx.save_for_backward(*pick_tensors(values))
+        ctx.constants = (*pick_constants(values), *[x is not None for x in pick_has(values)])
+        if unused:
+            ctx.mark_non_differentiable(*pick_unused(values))
+        if not materialize:  # no zeros are written for outputs without a gradient
+            ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad
         # saved_tensors is read once: checkpointing allows it a single time
-        values = (*ctx.saved_tensors, *ctx.constants, *grads, *[needed[i] for i in needs_at])
+        values = (*ctx.saved_tensors, *ctx.constants, *grads, *pick_needs(needed))
         if gradient.again is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             named = dict(zip(names, values, strict=True))
             computed = gradient.again([needed[i] for i in targets_at], **named)
         else:
-            computed = operator(*[values[i] for i in order])
+            computed = operator(*in_order(values))
             computed = computed if isinstance(computed, tuple) else (computed,)
         out: list[Tensor | None] = [None] * len(needed)
         for i, x in zip(targets_at, computed, strict=True):
