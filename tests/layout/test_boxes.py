@@ -261,3 +261,8 @@ def test_mixers_that_need_whole_samples_say_so(mixer):
     with pytest.raises(ValueError, match=f"{mixer.__name__} takes whole samples; expected a mixer"):
         mixer(24)(torch.randn(4, 6, 24), layout=layout)
     assert mixer(24)(torch.randn(4, 6, 24), layout=Boxes((2, 3), (0, 0), 1)).shape == (4, 6, 24)
+
+
+def test_prefix_tokens_need_whole_samples():
+    with pytest.raises(ValueError, match="prefix=1: expected causal=False and a Grid of whole samples"):
+        LightNetAttention(24).mix(torch.randn(4, 7, 24), Boxes((2, 3), (0, 0), 2), None, False, 1)

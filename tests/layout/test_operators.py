@@ -13,10 +13,10 @@ from torch import Tensor
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.block import DropPath
 from ndlightnet.nn.convolutional import ConvBlock, NormSiLU
-from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.mixers import GLA, LightNetAttention
 from ndlightnet.ops import Position, axis_causal_attention, axis_scan, global_attention
 from ndlightnet.ops.local_mixing import dense, local_mixing, star
-from ndlightnet.parallel import Slab
+from ndlightnet.parallel import Slab, SlabPack
 
 from .arrangements import BOXES, GRIDS, PACKS, PACKS_OF_SLABS, SLABS, Arrangement
 from .threads import on_threads
@@ -289,6 +289,17 @@ def test_what_slabs_send(name):
     slabs.run(run)
     assert sorted(sent)[0][1:] == SENT[name]
     assert len({calls for _, calls, _ in sent}) == 1
+
+
+def test_a_pack_of_slabs_is_refused_by_its_name_and_has_means_without_tokens():
+    def run(exchange: Any) -> None:
+        pack = SlabPack(Slab(shape, axis=0, sizes=shape[:1], exchange=exchange) for shape in ((2, 3), (4, 0)))
+        with pytest.raises(ValueError, match=r"within shard_grid or predict_large.*: GLA takes whole samples"):
+            GLA(8)(torch.randn(6, 8), layout=pack)
+        means = pack.pool(torch.ones(1, 6, 2))
+        assert means.tolist() == [[1, 1], [0, 0]]
+
+    on_threads(1, run)
 
 
 def test_an_exchange_is_awaited_when_its_result_is_needed():
