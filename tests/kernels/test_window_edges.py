@@ -21,9 +21,10 @@ def test_the_oldest_token_of_a_window(close, close_grads, dense, window, steep):
         k = k + 70 * torch.randint(2, k.shape, device=DEVICE)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, _ = axis_causal_attention(*leaves, length, window=window, return_state=False, impl="triton")
-    age = torch.arange(length)[:, None] - torch.arange(length)
+    token = torch.arange(length, device=DEVICE)
+    age = token[:, None] - token
     see = ((age >= 0) & (age < window)).double()
-    exact = [x.detach().cpu().double().requires_grad_() for x in leaves]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
     expected = dense(*exact, see=see)
-    close(out.cpu().double(), expected, 1e-5)
+    close(out.double(), expected, 1e-5)
     close_grads(out, expected, leaves, 1e-5, exact)
