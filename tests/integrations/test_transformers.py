@@ -218,3 +218,12 @@ def test_dropout_acts_on_the_output_while_training() -> None:
     assert 0.3 < gone.float().mean() < 0.7  # 800 draws: 0.5 +- 0.02
     torch.testing.assert_close(dropped[~gone], 2 * plain[~gone])
     assert torch.equal(ours.attention(layer.eval(), q, q, q, None, dropout=0.5)[0], plain)
+
+
+@pytest.mark.parametrize("place", [2, 3, 6])
+def test_a_token_behind_a_cache_reads_the_keys_of_its_window(place: int) -> None:
+    """A window of three: the token's own key and the two before it, of eight that the cache holds."""
+    function = masking_utils.sliding_window_causal_mask_function(3)
+    seen = ours.mask(2, 1, 8, place, mask_function=function, local_size=3)
+    expected = torch.tensor([max(0, place - 2) <= key <= place for key in range(8)])
+    assert seen is not None and torch.equal(seen, expected.expand(2, 1, 1, 8))

@@ -280,3 +280,14 @@ def test_errors_show_the_values():
         wrong(x[: wrong.batch_size])
         with pytest.raises(ValueError, match=r"layers and \d streams: expected 2 and 2"):
             stream.load_state_dict(wrong.state_dict())
+
+
+@pytest.mark.parametrize("active", [[True, True], [True, False]])
+def test_a_reset_forgets_the_frames_that_wait_for_their_patch(close, active):
+    """Patches are of two frames: after three frames one waits, and a reset stream begins without it."""
+    model, x = video(), clip(5, 4, 4)
+    stream = model.stream(2)
+    stream(x[:, :, :3])
+    stream.reset(active)
+    prediction = stream(x[:, :, 3:], active)
+    close(prediction[0], model(x[:1, :, 3:])[0].detach(), 1e-10)
