@@ -31,6 +31,13 @@ def test_scores_where_a_class_does_not_occur():
     assert scores(torch.eye(2), torch.zeros(2, dtype=torch.int64), ["a", "b"])["auc"] is None
 
 
+def test_five_answers_are_counted_by_samples_not_by_classes():
+    """Of eight samples of class 0 each is among five answers, the only one of class 5 is not."""
+    probabilities = torch.tensor([[0.4, 0.25, 0.15, 0.1, 0.06, 0.04]]).repeat(9, 1)
+    labels = torch.tensor([0] * 8 + [5])
+    assert scores(probabilities, labels, "abcdef")["top5"] == pytest.approx(8 / 9)
+
+
 def test_the_area_under_curves_of_three_classes():
     """The mean of each class against the rest, by counting pairs."""
     torch.manual_seed(0)

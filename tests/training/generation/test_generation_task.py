@@ -159,16 +159,18 @@ def test_prediction_is_repeated_by_its_seed_and_of_the_classes_asked(images, tmp
 def test_classes_and_noise_are_those_that_are_reported(images, tmp_path, monkeypatch):
     """A network that draws the number of the class; every validation has the same loss."""
     root, out = images
-    calls, last = [], f"--ckpt_path={out}/checkpoints/last.ckpt"
+    calls, seeds, last = [], [], f"--ckpt_path={out}/checkpoints/last.ckpt"
 
-    def sample(network, scheduler, shape, classes, **_):
+    def sample(network, scheduler, shape, classes, *, generator, **_):
         calls.append(classes.tolist())
+        seeds.append(generator.initial_seed())
         return (classes.float() * 3 - 1.5).view(-1, 1, 1, 1).expand(shape)
 
     losses = [launch(tmp_path / "v", "validate", root, last)[1] for _ in range(2)]
     assert losses[0] == losses[1] and "val_loss" in losses[0]
     monkeypatch.setattr("ndlightnet.training.generation.generation_task.sample", sample)
-    assert launch(tmp_path, "test", root, last)[::2] == (0, [])
+    assert launch(tmp_path, "test", root, last, "--data.init_args.batch_size=2")[::2] == (0, [])
+    assert len(calls) == len({*seeds}) == 3  # no batch has the noise of another
     assert sorted(label for call in calls for label in call) == [0] * 3 + [1] * 3
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["nearest_has_class"] == 1

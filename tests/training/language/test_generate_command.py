@@ -101,18 +101,22 @@ def test_predict_writes_the_bits_of_each_file(trained, tmp_path, capsys):
     arguments = ["predict", f"--config={trained}/c.yaml", f"--ckpt_path={ckpt}"]
     arguments += [f"--trainer.default_root_dir={out}", f"--data.input={tmp_path}/in"]
     assert run(TextTask, TextData, tmp_path, None, arguments) == 1
-    assert f"error: {tmp_path}/in/short: 1 byte" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert f"error: {tmp_path}/in/short: 1 byte" in printed.err
     rows = list(csv.DictReader((out / "predictions.csv").open()))
     assert [row["file"] for row in rows] == [f"{tmp_path}/in/b", f"{tmp_path}/in/deep/a"]
     net = NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=1).eval()
     saved = torch.load(ckpt, weights_only=True)["state_dict"]
     net.load_state_dict({key.removeprefix("net."): x for key, x in saved.items()})
+    total = 0.0
     for row, content in zip(rows, [texts["b"], texts["deep/a"]], strict=True):
         text = torch.tensor(list(content), dtype=torch.uint8)
         with torch.no_grad():
             bits = float(token_nll(net, text[None]).mean()) / math.log(2)
         assert int(row["bytes"]) == len(content)
         assert float(row["bits_per_byte"]) == pytest.approx(bits, rel=1e-5)
+        total += bits * (len(content) - 1)
+    assert f"2 files, {total / (99 + 35):.3f} bits per byte" in printed.out  # the first byte of each is not predicted
 
 
 def test_a_file_is_one_text_however_it_is_cut():

@@ -149,3 +149,21 @@ def test_data_of_many_sizes():
     task._trainer = Trainer(object())
     with pytest.raises(DataError, match="data=object: expected samples of one size"):
         task.setup("fit")
+
+
+def test_what_is_explained_is_the_mean_over_samples(monkeypatch):
+    """A last batch of one sample counts once, beside four of the first batch."""
+    task, written = PretrainTask(network()), []
+    task._trainer = type("Trainer", (), {"is_global_zero": True})()
+    monkeypatch.setattr(task, "_explained", lambda batch, _: torch.tensor(1.0 if len(batch[0]) == 1 else 0.5))
+    monkeypatch.setattr(task, "out", lambda: Path("out"))
+    for name in ("on_validation_epoch_start", "on_validation_epoch_end"):
+        monkeypatch.setattr(task, name, lambda: None)
+    module = "ndlightnet.training.pretraining.pretrain_task"
+    monkeypatch.setattr(f"{module}.training_costs", lambda *_: {})
+    monkeypatch.setattr(f"{module}.write_metrics", lambda _, metrics: written.append(metrics))
+    task.on_test_epoch_start()
+    for size in (4, 1, 0):
+        task.test_step((torch.zeros(size, 3),), 0)
+    task.on_test_epoch_end()
+    assert (written[0]["explained"], written[0]["samples"]) == (pytest.approx(3 / 5), 5)
