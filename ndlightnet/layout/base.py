@@ -55,6 +55,7 @@ class Layout(ABC):
     axis: int | None = None  # the axis that is cut into slabs, along which `halo` has more tokens
     start: Shape | None = None  # of a slab: coordinates of its first token in the whole
     shared: bool = False  # whether other rows or slabs have tokens of a row's sample
+    packed: bool = False  # whether samples of any shapes lie end to end in one row
     joint: bool = True  # whether operators take all samples at once; else by `map_samples`
 
     @property

@@ -29,6 +29,8 @@ class Ragged(Layout):
     row-major. Tables on a device are cached, since every layer needs the same ones.
     """
 
+    packed = True
+
     def __init__(self, shapes: Iterable[Sequence[int]]) -> None:
         self.shapes = tuple(tuple(int(n) for n in shape) for shape in shapes)
         if not self.shapes or len({len(shape) for shape in self.shapes}) > 1:

@@ -585,7 +585,7 @@ def _tie_again(net: NDLightNet, _: Any) -> None:
 
 def shaped(x: Tensor, layout: Layout, form: str) -> Any:
     """Shape tokens (batch, length, dim) as one of FORMS; those of a pack are Packed."""
-    if not isinstance(layout, Grid):  # samples of different shapes have no tensor of one shape
+    if layout.packed:  # samples of different shapes have no tensor of one shape
         return Packed(layout.unflatten(x), layout)  # type: ignore[arg-type]
     if form == "NLC":
         return x

@@ -61,7 +61,7 @@ class GLU(Initialized):
 
 def mix(mixer: nn.Module, x: Tensor, mask: Tensor | None, causal: bool, layout: Layout) -> Tensor:
     """Apply a mixer, or another module that is called like one, to tokens (batch, length, dim)."""
-    if isinstance(mixer, Mixer) or not isinstance(layout, Grid):  # a pack has no form without its layout
+    if isinstance(mixer, Mixer) or layout.packed:  # a pack has no form without its layout
         out: Tensor = mixer(x, mask=mask, causal=causal, layout=layout)
         return out
     # a module that is not a Mixer may not accept a layout

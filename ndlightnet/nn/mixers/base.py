@@ -55,7 +55,7 @@ class Mixer(Initialized, ABC):
             check_not_wider(self, context=context)
             if causal:
                 raise ValueError("causal=True with a context: a source is read as a whole")
-            if not isinstance(grid, Grid) or grid.shared:  # a context has a row for each sample
+            if grid.packed or grid.shared:  # a context has a row for each sample
                 raise ValueError("layout with a context: expected whole samples of one shape, or no context")
             source = Grid.of(context)
             flat, mask = source.tokens(context), source.flatten_mask(mask)

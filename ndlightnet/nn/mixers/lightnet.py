@@ -138,7 +138,7 @@ class LightNetAttention(Constants, LocalMixer):
         tokens in front of the grid, such as a class token, take part in the attention, at position
         0, and not in local mixing. Prefix tokens need the global form and a Grid."""
         # a pack has nothing in front of its samples, and boxes and slabs would each have a prefix of their own
-        if prefix and (causal or not isinstance(layout, Grid) or layout.shared):
+        if prefix and (causal or layout.packed or layout.shared):
             raise ValueError(f"prefix={prefix}: expected causal=False and a Grid of whole samples, or no prefix")
         x = self.add_local(x, layout, mask, causal, prefix)
         q, k, v, gate = self._project(x, x)
