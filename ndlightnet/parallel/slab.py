@@ -164,7 +164,11 @@ class Slab(Grid):
         def shape(slab: int) -> Shape:
             return (*x.shape[:dim], reach(rank, slab), *x.shape[dim + 1 :])
 
-        x, *edges = _Edges.apply(x, dim, [span(i) for i in slabs])  # type: ignore[no-untyped-call]
+        spans = [span(i) for i in slabs]
+        if torch.compiler.is_compiling():  # torch 2.11 loses what `_Edges` adds to a view of a gradient
+            edges = [x.narrow(dim, *each) for each in spans]
+        else:
+            x, *edges = _Edges.apply(x, dim, spans)  # type: ignore[no-untyped-call]
         received = self.exchange.all_to_all(edges, [shape(i) for i in slabs])
 
         def joined(planes: list[Tensor]) -> Tensor:
