@@ -7,7 +7,7 @@ holds samples of any shapes end to end (a pack). The slabs of a grid that severa
 in ndlightnet.parallel. Operators ask a layout the questions of `Layout` and never which one it is.
 """
 
-from ndlightnet.layout.base import Layout, per_axis
+from ndlightnet.layout.abstract import Layout, per_axis
 from ndlightnet.layout.boxes import Boxed, Boxes, draw_boxes
 from ndlightnet.layout.grid import Grid, as_layout
 from ndlightnet.layout.pack import Packed, cut_patches, pack, uncut_patches

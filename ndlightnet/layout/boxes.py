@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout.base import per_axis
+from ndlightnet.layout.abstract import per_axis
 from ndlightnet.layout.grid import Grid
 
 

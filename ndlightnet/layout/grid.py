@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ndlightnet.layout.base import Layout, Shape
+from ndlightnet.layout.abstract import Layout, Shape
 
 
 @dataclass(frozen=True)

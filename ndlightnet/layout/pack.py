@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ndlightnet.layout.base import per_axis
+from ndlightnet.layout.abstract import per_axis
 from ndlightnet.layout.ragged import Ragged
 
 

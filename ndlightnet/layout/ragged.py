@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.layout.base import Layout
+from ndlightnet.layout.abstract import Layout
 from ndlightnet.layout.grid import Grid
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout.base import Future
+from ndlightnet.layout.abstract import Future
 from ndlightnet.parallel.copies import copy
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.layout import Grid, Layout, Ragged
-from ndlightnet.layout.base import Future, Shape
+from ndlightnet.layout.abstract import Future, Shape
 from ndlightnet.parallel.copies import cat, copy, split
 from ndlightnet.parallel.exchange import Exchange
 

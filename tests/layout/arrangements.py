@@ -15,7 +15,7 @@ from torch import Tensor
 from ndlightnet.layout import Boxes, Grid, Layout, Ragged
 from ndlightnet.parallel import Slab, SlabPack
 
-from .threads import Threads, on_threads
+from .slab_threads import Threads, on_threads
 
 Samples = list[Tensor]
 

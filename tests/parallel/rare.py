@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, pack, shard_grid
 from ndlightnet.parallel import Processes
 
-from .cases import CASES, error_of, slab
+from .sharded_networks import CASES, error_of, slab
 
 
 def twice() -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from ndlightnet_evidence import shard_model
 from tests.processes import run, run_once
 
-from .cases import CASES
+from .sharded_networks import CASES
 from .worker import TIMEOUT
 
 WORKER = "tests.parallel.worker"

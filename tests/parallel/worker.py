@@ -25,8 +25,8 @@ from ndlightnet import NDLightNet, shard_grid
 from ndlightnet.parallel import Processes
 from tests.processes import SECONDS
 
-from .cases import CASES, Case, error_of, slab
 from .rare import anomaly, empty_batch, out_of_memory, refused, sequences, twice
+from .sharded_networks import CASES, Case, error_of, slab
 
 TIMEOUT = 20  # seconds
 

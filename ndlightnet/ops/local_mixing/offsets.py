@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from ndlightnet.layout.base import check_integers, per_axis
+from ndlightnet.layout.abstract import check_integers, per_axis
 
 Offsets = tuple[tuple[int, ...], ...]
 

@@ -19,7 +19,7 @@ from ndlightnet.ops.local_mixing import dense, local_mixing, star
 from ndlightnet.parallel import Slab, SlabPack
 
 from .arrangements import BOXES, GRIDS, PACKS, PACKS_OF_SLABS, SLABS, Arrangement
-from .threads import on_threads
+from .slab_threads import on_threads
 
 HEADS, DIM = 2, 8
 Weights = dict[str, Tensor]
