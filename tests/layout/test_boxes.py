@@ -131,36 +131,6 @@ def test_rows_without_tokens_merge():
     assert (found.memory[1] == 0).all() and (found.max[1] == -torch.inf).all()
 
 
-@every_dims
-@pytest.mark.parametrize("kind", ["cosine", "rotary", None])
-@pytest.mark.parametrize("impl", ["auto", "reference"])
-def test_attention_reads_all_boxes_of_its_sample(dims, kind, impl):
-    """As the whole grid does whose other tokens are masked: values and all gradients."""
-    x, (patch, box, _) = cells(dims), SHAPES[dims]
-    kept = draw_boxes(x, patch, box, 0.6)
-    torch.manual_seed(2)
-    mixer = LightNetAttention(24, heads=2, lrpe=kind, local=None, impl=impl).double()
-    whole = torch.randn(2, *kept.absent().shape[1:], 24, dtype=torch.float64)
-    grid, mask = Grid.of(whole), ~kept.absent()
-    flat = grid.flatten(whole)[grid.flatten(mask)]
-    # tokens of the boxes, in the order of the boxes
-    order = kept.spread(
-        torch.arange(flat.shape[0], dtype=torch.float64).view(-1, kept.layout.length, 1), torch.zeros(1)
-    )[..., 0][mask].long()
-    tokens = torch.empty_like(flat).index_copy(0, order, flat).view(-1, kept.layout.length, 24)
-    tokens.requires_grad_()
-    whole.requires_grad_()
-    found = mixer(tokens, layout=kept.layout)
-    expected = mixer(whole, mask=mask)
-    torch.testing.assert_close(found.reshape(-1, 24)[order], expected[mask])
-    weights = torch.randn_like(expected[mask])
-    ours = torch.autograd.grad((found.reshape(-1, 24)[order] * weights).sum(), [tokens, *mixer.parameters()])
-    theirs = torch.autograd.grad((expected[mask] * weights).sum(), [whole, *mixer.parameters()])
-    torch.testing.assert_close(ours[0].reshape(-1, 24)[order], theirs[0][mask])
-    for a, b in zip(ours[1:], theirs[1:], strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("tokens, merged", [(3, False), (7, False), (8, True), (40, True)])
 def test_both_ways_to_join_boxes_agree(tokens, merged, monkeypatch):
     """States of boxes of as many tokens as they have rows (8) are merged, tokens of smaller ones

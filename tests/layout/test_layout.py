@@ -151,12 +151,6 @@ def numbered(grid: Grid, batch: int = 2, dim: int = 3) -> torch.Tensor:
     return torch.arange(math.prod(shape)).reshape(shape)
 
 
-@given(shapes)
-def test_length_and_ndim(shape):
-    grid = Grid(shape)
-    assert (grid.ndim, grid.length) == (len(shape), math.prod(shape))
-
-
 @given(shapes, st.integers(0, 3), st.integers(1, 3))
 def test_of_reads_the_grid_of_tokens(shape, batch, dim):
     assert Grid.of(torch.empty(batch, *shape, dim)) == Grid(shape)
@@ -183,23 +177,6 @@ def test_flatten_is_row_major_and_unflatten_its_inverse(shape):
     for row, place in enumerate(itertools.product(*map(range, shape))):
         assert torch.equal(flat[:, row], x[(slice(None), *place)])
     assert torch.equal(grid.unflatten(flat), x)
-
-
-@given(shapes)
-def test_flatten_takes_any_trailing_axes(shape):
-    grid = Grid(shape)
-    mask = numbered(grid, dim=1)[..., 0]
-    assert torch.equal(grid.unflatten(grid.flatten(mask)), mask)
-    heads = numbered(grid, dim=6).reshape(2, *shape, 2, 3)
-    assert grid.flatten(heads).shape == (2, grid.length, 2, 3)
-    assert torch.equal(grid.unflatten(grid.flatten(heads)), heads)
-
-
-@given(shapes)
-def test_coordinates_are_row_major(shape):
-    expected = torch.tensor(list(itertools.product(*map(range, shape))))
-    actual = Grid(shape).coordinates()
-    assert actual.dtype == torch.int64 and torch.equal(actual, expected)
 
 
 @given(shapes, st.data())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ndlightnet.layout import Grid, Ragged
+from ndlightnet.layout import Grid
 from ndlightnet.nn.local import LocalMixing
 from ndlightnet.ops import dense, local_mixing, local_mixing_step, star
 
@@ -87,21 +87,6 @@ def test_gradients_of_gradients(grid):
 
     assert torch.autograd.gradcheck(run, (x, weight))
     assert torch.autograd.gradgradcheck(run, (x, weight))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("impl", ["torch", "reference"])
-def test_samples_of_a_pack_do_not_see_each_other(impl, causal):
-    layout = Ragged([(3, 4), (1, 5), (2, 2), (0, 3), (4, 1)])
-    offsets = dense(2, 1, causal)
-    x = torch.randn(1, layout.length, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(len(offsets), 3, dtype=torch.float64, requires_grad=True)
-    u = local_mixing(x, weight, offsets, layout=layout, impl=impl)
-    alone = [local_mixing(part, weight, offsets, impl="reference").flatten(1, 2) for part in layout.split(x[0])]
-    pull = torch.randn_like(x)
-    found = [(y, *torch.autograd.grad(y, (x, weight), pull)) for y in (u, torch.cat(alone, 1))]
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_masked_tokens_count_as_zero():

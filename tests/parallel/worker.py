@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.backends.debugging  # before the fork: `compiled` needs it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -243,8 +244,8 @@ def autocast() -> dict[str, Any]:
 
 
 def compiled() -> dict[str, Any]:
-    """One graph, with the exchanges in it, of a causal network and of one with convolutions."""
-    unet = NDLightUNet(2, 1, 3, widths=(8, 16), convs=(1, 0), depths=(0, 1))
+    """One graph, with the exchanges in it, of a causal network and of one of convolutions."""
+    unet = NDLightUNet(2, 1, 3, widths=(8, 16), convs=(1, 1), depths=(0, 0))
     signal = NDLightNet(1, 1, 3, patch_size=2, embed_dim=16, depth=1, tpe_states=4, causal=True)
     errors = {}
     for name, net, shape in (("signal", signal, (1, 22)), ("images", unet, (1, 10, 6))):
