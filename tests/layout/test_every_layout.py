@@ -233,7 +233,7 @@ def test_stochastic_depth_drops_whole_samples(arrangement):
     dropped = set()
     for _ in range(8):
         rows = arrangement.run(lambda layout, rank: layer(arrangement.rows(samples, rank), layout))
-        means = [x.mean().item() for x in arrangement.joined(rows)]
+        means = [x.mean().item() for x in arrangement.joined(rows) if x.numel()]
         assert set(means) <= {0.0, 2.0}
         dropped.add(tuple(means))
     assert len(dropped) > 1

@@ -37,34 +37,25 @@ def test_offsets():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("form", "radius"), FORMS)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_torch_form_matches_reference(form, radius, grid, causal):
+def test_torch_form_matches_reference(close, close_grads, form, radius, grid, causal):
     x, weight, offsets = case(form, radius, grid, causal)
-    pull = torch.randn_like(x)
-    found = []
-    for impl in ("torch", "reference"):
-        u = local_mixing(x, weight, offsets, impl=impl)
-        assert u.shape == x.shape
-        found.append((u, *torch.autograd.grad(u, (x, weight), pull)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    ours, theirs = (local_mixing(x, weight, offsets, impl=impl) for impl in ("torch", "reference"))
+    close(ours, theirs, 1e-12)
+    close_grads(ours, theirs, (x, weight), 1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("form", "radius", "grid"), [(star, 2, (5, 6)), (dense, 1, (5, 6)), (dense, 1, (3, 4, 5)), (star, 1, (3, 4, 5))]
 )
-def test_float32_matches_float64(form, radius, grid, causal):
+def test_float32_matches_float64(close_grads, form, radius, grid, causal):
     """On a CPU two axes, and the dense box on three, are a convolution of torch."""
     x, weight, offsets = case(form, radius, grid, causal)
-    pull = torch.randn_like(x)
-    u = local_mixing(x, weight, offsets)
-    exact = (u, *torch.autograd.grad(u, (x, weight), pull))
     low = [t.detach().float().requires_grad_() for t in (x, weight)]
-    u = local_mixing(*low, offsets)
-    found = (u, *torch.autograd.grad(u, low, pull.float()))
+    u, exact = local_mixing(*low, offsets), local_mixing(x, weight, offsets)
+    assert (u - exact).norm() <= 1e-6 * exact.norm()
     # sums of at most 27 products, or of all cells for the weights
-    for one, other in zip(found, exact, strict=True):
-        assert (one - other).norm() <= 1e-6 * other.norm()
+    close_grads(u, exact, low, 1e-6, other=(x, weight))
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
@@ -92,11 +83,11 @@ def test_gradients_of_gradients(grid):
 def test_masked_tokens_count_as_zero():
     x, weight, offsets = case(star, 1, (4, 5))
     mask = torch.rand(2, 4, 5) > 0.3
-    given = x.detach().masked_fill(~mask[..., None], torch.nan).requires_grad_()
-    u = local_mixing(given, weight, offsets, mask=mask)
+    hidden = x.detach().masked_fill(~mask[..., None], torch.nan).requires_grad_()
+    u = local_mixing(hidden, weight, offsets, mask=mask)
     expected = local_mixing(x * mask[..., None], weight, offsets)
     torch.testing.assert_close(u, expected, rtol=1e-12, atol=1e-12)
-    dx, dweight = torch.autograd.grad(u.square().sum(), (given, weight))
+    dx, dweight = torch.autograd.grad(u.square().sum(), (hidden, weight))
     assert dx[~mask].abs().max() == 0
     assert dweight.isfinite().all()
 
@@ -135,16 +126,12 @@ def test_low_precision_rounds_once(dtype):
     assert ((u.double() - exact).abs() <= allowed * 1.01).all()
 
 
-def test_traced_form():
+def test_traced_form(close, close_grads):
     x, weight, offsets = case(star, 1, (4, 6))
     compiled = torch.compile(lambda x, w: local_mixing(x, w, offsets), fullgraph=True, backend="aot_eager")
-    pull = torch.randn_like(x)
-    found = []
-    for run in (compiled, lambda x, w: local_mixing(x, w, offsets)):
-        u = run(x, weight)
-        found.append((u, *torch.autograd.grad(u, (x, weight), pull)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    u, expected = compiled(x, weight), local_mixing(x, weight, offsets)
+    close(u, expected, 1e-12)
+    close_grads(u, expected, (x, weight), 1e-12)
 
 
 @pytest.mark.parametrize("form", [False, True])
@@ -163,21 +150,25 @@ def test_module_streams_and_counts(form):
         layer(torch.randn(1, 4, 6), Grid((4,)))
 
 
-def test_errors():
+BAD = {  # a part of the message -> what it says, beside a right call
+    "offsets": {"offsets": star(1, 1)},
+    "none twice": {"offsets": (*star(2, 1)[:4], (0, 0))},
+    "weight": {"weight": torch.zeros(2, 5)},
+    r"expected \(batch, 24, dim\)": {"layout": Grid((4, 6))},
+    r"mask \(2, 4\) torch.bool: expected bool": {"mask": torch.ones(2, 4, dtype=torch.bool)},
+    r"mask \(1, 24\) torch.bool: expected bool": {
+        "x": torch.zeros(2, 24, 5),
+        "layout": Grid((4, 6)),
+        "mask": torch.ones(1, 24, dtype=torch.bool),  # no broadcasting
+    },
+    r"mask \(2, 4, 6\) torch.float32: expected bool": {"mask": torch.ones(2, 4, 6)},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_errors(message):
     x, weight, offsets = case(star, 1, (4, 6))
-    with pytest.raises(ValueError, match="offsets"):
-        local_mixing(x, weight, star(1, 1))
-    with pytest.raises(ValueError, match="none twice"):
-        local_mixing(x, weight, (*offsets[:4], offsets[0]))
-    with pytest.raises(ValueError, match="weight"):
-        local_mixing(x, weight[:2], offsets)
-    with pytest.raises(ValueError, match="expected \\(batch, 24, dim\\)"):
-        local_mixing(x, weight, offsets, layout=Grid((4, 6)))
-    with pytest.raises(ValueError, match="mask"):
-        local_mixing(x, weight, offsets, mask=torch.ones(2, 4, dtype=torch.bool))
-    flat, one = x.flatten(1, 2), torch.ones(1, 24, dtype=torch.bool)  # no broadcasting
-    for mask in (one, one.expand(len(x), -1).float()):
-        with pytest.raises(ValueError, match="expected bool"):
-            local_mixing(flat, weight, offsets, layout=Grid((4, 6)), mask=mask)
+    with pytest.raises(ValueError, match=message):
+        local_mixing(**({"x": x, "weight": weight, "offsets": offsets} | BAD[message]))
     with pytest.raises(ValueError, match="below 0"):
         local_mixing_step(x.flatten(1, 2), weight, offsets, x[:, :1], layout=Grid((4, 6)))
