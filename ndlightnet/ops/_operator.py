@@ -7,6 +7,7 @@ registered gradient takes twice the host time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -101,6 +102,15 @@ class Operator:
             return self.function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*inputs)
+
+
+def kernel(module: str, name: str, **options: Any) -> Callable[..., Any]:
+    """Return a function that imports a module of the kernels and calls its function of this name."""
+
+    def call(*inputs: Any) -> Any:
+        return getattr(import_module(f"ndlightnet_kernels.{module}"), name)(*inputs, **options)
+
+    return call
 
 
 Types = dict[str, str]

@@ -73,7 +73,7 @@ def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads, option
     q, k, v, theta = inputs = sample(shape, dim=16, value_dim=16)
     options = options | {"mask": padding(shape), "forget": per_head(options.get("forget", 0.0))}
     attend_all = frames._attend
-    monkeypatch.setattr(frames, "_attend", lambda *a: (calls.append(a[6]), attend_all(*a))[1])
+    monkeypatch.setattr(frames, "_attend", lambda *a: (calls.append(a[2]), attend_all(*a))[1])
     actual, state = attend(q, k, v, shape, position=theta, **options)
     assert calls == [3, 3, 1]
     grad(actual.sum(), q, retain_graph=True)

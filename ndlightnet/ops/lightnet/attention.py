@@ -130,7 +130,7 @@ def summarize(
         if k.shape[1] == 0:
             return state._replace(sum=empty_result(state.sum, k, v))
         if chosen == "reference":
-            state = reference.attention(k, k, v, state, position, mask, False)[1]
+            state = reference.summarize(k, v, state, position, mask)
         else:
             k, v = _mask_inputs(k, v, mask)
             state = parallel.summarize(k, v, _factors(k, position))

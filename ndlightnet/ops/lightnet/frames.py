@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,26 @@ from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.scan import before, prefix_maximum, scan
 
 SHORT = 16  # tokens of a window: with fewer, merging their States is faster than chunks in torch
+
+
+class Tokens(NamedTuple):
+    """Arguments of an attention."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    position: Position | None
+
+    def frames(self, first: int, count: int, tokens: int) -> Tokens:
+        """Return `count` frames of so many tokens, from frame `first` on."""
+        q, k, v, mask, position = self
+        now = slice(first * tokens, (first + count) * tokens)
+        if position is not None:
+            shape = shape_of(position)
+            offset = offset_of(position) or (0,) * len(shape)
+            position = position._replace(layout=(count, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
+        return Tokens(q[:, now], k[:, now], v[:, now], None if mask is None else mask[:, now], position)
 
 
 # ------------------------------------------------------------------------ States of many frames
@@ -100,8 +120,8 @@ class SlidingMerge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         top, after = ctx.saved_tensors
-        given = State(torch.where(after == -torch.inf, after, -after), grads[1], grads[2])
-        merged = _merge_last(State(*(x.flip(1) for x in given)), ctx.window)
+        states = State(torch.where(after == -torch.inf, after, -after), grads[1], grads[2])
+        merged = _merge_last(State(*(x.flip(1) for x in states)), ctx.window)
         ref, total, memory = (x.flip(1) for x in merged)
         fall = decay(top, -ref)
         return None, fall * total, tile(fall, memory.shape[-2], -1)[..., None] * memory, None
@@ -163,7 +183,7 @@ def axis_causal_attention(
     if isinstance(grid, Ragged):  # kernels take the frames of all samples at once, by tables of a Ragged
         if state is not None:
             raise ValueError("state: expected None with samples end to end")
-        return _ragged(q, k, v, grid, mask, position, window, forget, impl), None
+        return _ragged(Tokens(q, k, v, mask, position), grid, window, forget, impl), None
     frames, frame = grid.shapes[0][0], grid.frame()
     if grid.shared:
         options: Any = {"window": window, "forget": forget, "impl": impl}
@@ -206,6 +226,7 @@ def axis_causal_attention(
     if state is not None:
         _check_frames(state, k, v, position, window)
         state = offset_gradient(state, position, -1)
+    inputs = Tokens(q, k, v, mask, position)
     with exact(k):
         if chosen == "reference":
             out, state = reference.frames(q, k, v, frames, state, position, mask, window, forget)
@@ -213,21 +234,19 @@ def axis_causal_attention(
         chunked = window is not None and not frame.shared and (chosen == "triton" or window >= min(SHORT, frames))
         if k.shape[1] == frames and chunked and (state is None or frames >= (window or 0)):
             assert window is not None
-            out, state = _window(q, k, v, mask, position, state, window, forget, chosen, return_state)
+            out, state = _window(inputs, state, window, forget, chosen, return_state)
             return out, None if state is None else offset_gradient(state, position, 1)
         how = (window, forget, chosen, frame)
         if plain() or frame.shared or not states_outweigh_tokens(k, v, position, k.shape[1] // frames):
-            out, state = _attend(q, k, v, mask, position, state, frames, *how)
+            out, state = _attend(inputs, state, frames, *how)
             return out, offset_gradient(state, position, 1) if return_state else None
         run: Any = _attend
         if torch.is_grad_enabled():
             run = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
         outs, tokens, group = [], k.shape[1] // frames, max(1, round(frames**0.5))
         for first in range(0, frames, group):
-            n = min(group, frames - first)
-            now = slice(first * tokens, (first + n) * tokens)
-            part = (q[:, now], k[:, now], v[:, now], None if mask is None else mask[:, now])
-            out, state = run(*part, _frames_from(position, first, n), state, n, *how)
+            count = min(group, frames - first)
+            out, state = run(inputs.frames(first, count, tokens), state, count, *how)
             outs.append(out)
         assert state is not None
         return torch.cat(outs, 1), offset_gradient(state, position, 1) if return_state else None
@@ -266,21 +285,8 @@ def decayed(states: State, forget: float | Tensor) -> State:
     return states.decayed(-ages[:, None, None], forget)
 
 
-def _frames_from(position: Position | None, first: int, frames: int) -> Position | None:
-    """Return the Position of `frames` frames, from frame `first` on."""
-    if position is None:
-        return None
-    shape = shape_of(position)
-    offset = offset_of(position) or (0,) * len(shape)
-    return position._replace(layout=(frames, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
-
-
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    position: Position | None,
+    tokens: Tokens,
     state: State | None,
     frames: int,
     window: int | None,
@@ -289,8 +295,8 @@ def _attend(
     frame: Grid | None = None,
 ) -> tuple[Tensor, State]:
     """Run axis-causal attention on all frames at once. frame: the layout of one."""
-    forms = _by_triton if impl == "triton" else _by_torch
-    frame_states, read = forms(q, k, v, mask, position, frames)
+    position = tokens.position
+    frame_states, read = _by_triton(tokens, frames) if impl == "triton" else _by_torch(tokens, frames)
     if frame is not None and frame.shared:
         frame_states = frame.merge(offset_gradient(frame_states, position, 1))
         frame_states = offset_gradient(frame_states, position, -1)
@@ -310,55 +316,42 @@ def _attend(
 
 
 def _window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    position: Position | None,
-    state: State | None,
-    window: int,
-    forget: float | Tensor,
-    impl: Any,
-    return_state: bool,
+    tokens: Tokens, state: State | None, window: int, forget: float | Tensor, impl: Any, return_state: bool
 ) -> tuple[Tensor, State | None]:
     """Run frames of one token with a window; after a State, as many as it reaches one by one."""
+    _, k, v, _, position = tokens
     n, last = k.shape[1], min(window - 1, k.shape[1])
-    attend: Any = _attend
-    forms: Any = _by_triton if impl == "triton" else _by_torch
-
-    def part(first: int, end: int) -> tuple[Any, ...]:
-        now = slice(first, end)
-        keep = None if mask is None else mask[:, now]
-        return q[:, now], k[:, now], v[:, now], keep, _frames_from(position, first, end - first)
-
-    out = token_window(q, k, v, mask, position, window, forget, impl)
+    out = token_window(*tokens, window, forget, impl)
     if state is not None and window > 1:
-        old, _ = attend(*part(0, last), state, last, window, forget, impl)
+        old, _ = _attend(tokens.frames(0, last, 1), state, last, window, forget, impl)
         out = torch.cat([old, out[:, last:]], 1)
     if not return_state:
         return out, None
     if window == 1:
         return out, State(*(x[:, None][:, :0] for x in _empty(k, v, position)))
-    states = decayed(forms(*part(n - last, n), last)[0], forget).decayed(last, forget)
-    return out, _with_empty_before(states, window - 1 - last)
+    latest = tokens.frames(n - last, last, 1)
+    states, _ = _by_triton(latest, last) if impl == "triton" else _by_torch(latest, last)
+    return out, _with_empty_before(decayed(states, forget).decayed(last, forget), window - 1 - last)
 
 
 Forms = tuple[State, Callable[[State], Tensor]]
 
 
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, frames: int) -> Forms:
+def _by_torch(tokens: Tokens, frames: int) -> Forms:
     """Return the frames' States (batch, frames, heads, ·) and a function that reads such States."""
+    q, k, v, mask, position = tokens
     k, v = _mask_inputs(k, v, mask)
-    w, cut = _factors(k, position), (frames, -1)
+    w, shape = _factors(k, position), (frames, -1)
     if w is not None:
-        w = w.unflatten(-3, cut)
-    frame_states = parallel.summarize(k.unflatten(1, cut), v.unflatten(1, cut), w)
-    f = _query(q, position).unflatten(1, cut)
+        w = w.unflatten(-3, shape)
+    frame_states = parallel.summarize(k.unflatten(1, shape), v.unflatten(1, shape), w)
+    f = _query(q, position).unflatten(1, shape)
     return frame_states, lambda merged: parallel.read(f, merged).flatten(1, 2).to(q.dtype)
 
 
-def _by_triton(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, frames: int) -> Forms:
+def _by_triton(tokens: Tokens, frames: int) -> Forms:
     """Do the same as `_by_torch` with kernels, to which each frame is a sample."""
+    q, k, v, mask, position = tokens
     batch, where = k.shape[0], _triton.of_frames(position, k.shape[0], frames)
 
     def samples(x: Tensor) -> Tensor:
@@ -375,19 +368,10 @@ def _by_triton(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: P
     return State(*(x.unflatten(0, (batch, frames)) for x in frame_states)), read
 
 
-def _ragged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Ragged,
-    mask: Tensor | None,
-    position: Position | None,
-    window: int | None,
-    forget: float | Tensor,
-    impl: Impl,
-) -> Tensor:
+def _ragged(tokens: Tokens, layout: Ragged, window: int | None, forget: float | Tensor, impl: Impl) -> Tensor:
     """Run samples end to end: by kernels, to which each frame is a sample, where frames are large
     enough to have a State each; elsewhere one sample after the other."""
+    q, k, v, mask, position = tokens
     position = packed_position(layout, k, position)
     _check(k, v, mask, position, q)
     check_decay(window, forget, k.shape[2])
