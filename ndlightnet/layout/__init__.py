@@ -1,5 +1,4 @@
-"""Layouts: the grids that the tokens of a batch lie on. Axes, frames, samples and offsets are
-defined here only.
+"""Layouts: the grids that the tokens of a batch lie on. Axes, frames, samples and offsets are defined here only.
 
 Tokens are (batch, length, ...), with a Layout: a Grid, where every row is a sample and all have one
 shape, Boxes, where several rows are boxes of a sample, or a Ragged, where the batch is one row that

@@ -63,9 +63,8 @@ class Boxes(Grid):
 class Boxed:
     """Boxes of cells, which NDLightNet takes instead of whole samples.
 
-    values: (samples * count, channels, *cells of a box). layout: of the tokens. numbers: (samples,
-    count) int64, which boxes of the sample's grid of boxes these are, in row-major order. boxes:
-    that grid.
+    values: (samples * count, channels, *cells of a box). layout: of the tokens. numbers: (samples, count) int64, which
+    boxes of the sample's grid of boxes these are, in row-major order. boxes: that grid.
     """
 
     values: Tensor

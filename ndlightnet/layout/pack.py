@@ -41,9 +41,8 @@ def uncut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:
 
 @dataclass
 class Packed:
-    """A batch of samples of different shapes, end to end: NDLightNet takes it instead of a padded
-    batch and a mask. values: (length, channels), a row for each token; or word indices
-    (length,)."""
+    """A batch of samples of different shapes, end to end: NDLightNet takes it instead of a padded batch and a mask.
+    values: (length, channels), a row for each token; or word indices (length,)."""
 
     values: Tensor
     layout: Ragged

@@ -33,10 +33,9 @@ class Gradient(NamedTuple):
     given. Its results are named `dx`: the gradients of input x. An output x without a `dx` has no
     gradient; a `dx` of type Tensor? is None where nothing depends on x.
 
-    compute returns a tuple, with None for gradients that do not exist. fake: by default gradients
-    have the shapes and dtypes of their inputs. again: the same as compute, but differentiable, of
-    the flags which of the results are needed and then the same arguments; without it,
-    differentiating a gradient again raises RuntimeError.
+    compute returns a tuple, with None for gradients that do not exist. fake: by default gradients have the shapes and
+    dtypes of their inputs. again: the same as compute, but differentiable, of the flags which of the results are needed
+    and then the same arguments; without it, differentiating a gradient again raises RuntimeError.
     """
 
     schema: str
@@ -48,10 +47,9 @@ class Gradient(NamedTuple):
 class Operator:
     """An operator of named outputs: schema, forward, fake and, if it has one, the gradient.
 
-    Inputs are positional. lowered: what AOTInductor compiles instead of `forward`, whose kernels it
-    can. flops: number of FLOPs of the forward, given all inputs by name, shapes in place of
-    tensors; a gradient has twice as many. implementations, limits: those of the `Operation` of this
-    name.
+    Inputs are positional. lowered: what AOTInductor compiles instead of `forward`, whose kernels it can. flops: number
+    of FLOPs of the forward, given all inputs by name, shapes in place of tensors; a gradient has twice as many.
+    implementations, limits: those of the `Operation` of this name.
     """
 
     def __init__(

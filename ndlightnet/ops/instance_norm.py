@@ -98,8 +98,7 @@ def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, la
 def _normed(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Layout | None, statistics: Statistics
 ) -> Tensor:
-    """Return `instance_norm` unrounded: group_norm rounds the statistics of 16-bit tensors to their
-    dtype."""
+    """Return `instance_norm` unrounded: group_norm rounds the statistics of 16-bit tensors to their dtype."""
     acc = accumulator(x)
     if layout is None or not layout.shared:
         with exact(x):

@@ -1,10 +1,9 @@
 """Local softmax attention on a grid of any number of axes: each token reads its neighbourhood.
 
-With windows w_a, token i reads the tokens j with |j_a - i_a| < w_a on every axis. The causal form
-requires j_0 <= i_0 on the first axis; with one axis it reads the last w tokens, itself included.
-Queries are cut into tiles, which attend to their keys and a halo of w_a - 1 tokens; all tiles share
-one call of torch's scaled_dot_product_attention. On one axis torch's flash attention has a sliding
-window of its own, which runs where it can (`flash_support`).
+With windows w_a, token i reads the tokens j with |j_a - i_a| < w_a on every axis. The causal form requires j_0 <= i_0
+on the first axis; with one axis it reads the last w tokens, itself included. Queries are cut into tiles, which attend
+to their keys and a halo of w_a - 1 tokens; all tiles share one call of torch's scaled_dot_product_attention. On one
+axis torch's flash attention has a sliding window of its own, which runs where it can (`flash_support`).
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ def _tiles(x: Tensor, tilings: Sequence[_Tiling], past: int = 0) -> Tensor:
 
 
 def _untile(x: Tensor, tilings: Sequence[_Tiling], shape: Sequence[int]) -> Tensor:
-    """Invert `_tiles` without a halo: `(batch, tiles, heads, tokens, c)` -> `(batch, *grid, heads,
-    c)`."""
+    """Invert `_tiles` without a halo: `(batch, tiles, heads, tokens, c)` -> `(batch, *grid, heads, c)`."""
     ndim = len(tilings)
     x = x.unflatten(3, [tiling.size for tiling in tilings]).unflatten(1, [tiling.tiles for tiling in tilings])
     pairs = [d for axis in range(ndim) for d in (1 + axis, 2 + ndim + axis)]

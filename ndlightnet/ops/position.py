@@ -1,8 +1,7 @@
 """MD-LRPE: linearised relative position encoding on a grid of any number of axes.
 
-A channel's angle is coordinate x frequency. The frequency slots are split into one group per axis,
-so a score depends only on the offset vector between two tokens (LightNet, Eq. 12 and 14, real
-part).
+A channel's angle is coordinate x frequency. The frequency slots are split into one group per axis, so a score depends
+only on the offset vector between two tokens (LightNet, Eq. 12 and 14, real part).
 
 Both kinds share one memory layout: a key p enters as [p cos, p sin], a query reads with [a, b]:
   cosine:  a = x cos,  b = x sin            sum_j x_j p_j cos(offset * theta_j); slots = dim
@@ -149,11 +148,10 @@ def _angles(coordinate: Tensor, origin: int | Tensor | None, part: Tensor) -> Te
 def relative(position: Position | None) -> Position | None:
     """Set the origin to the offset, for an operator that rotates queries and keys alike.
 
-    The gradient of theta is the sum over queries and keys of coordinate x angle gradient. All
-    angle gradients add up to those of the angles in the States before and after (0 without States),
-    a sum that float32 does not give to the digits that a large coordinate needs. So here
-    coordinates count from the origin, and `offset_gradient` adds origin x those of the States.
-    Coordinates of a slab are no larger than those of the whole, and stay.
+    The gradient of theta is the sum over queries and keys of coordinate x angle gradient. All angle gradients add up to
+    those of the angles in the States before and after (0 without States), a sum that float32 does not give to the
+    digits that a large coordinate needs. So here coordinates count from the origin, and `offset_gradient` adds origin x
+    those of the States. Coordinates of a slab are no larger than those of the whole, and stay.
     """
     offset = None if position is None else offset_of(position)
     if position is None or offset is None or plain():  # _OffsetGradient is not plain

@@ -29,10 +29,9 @@ class Exchange(ABC):
 
     @abstractmethod
     def all_to_all(self, sends: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Future:
-        """Send slab i the tensor sends[i], and receive from slab i one of shapes[i]. All slabs call
-        this equally often, in one order, with tensors of one dtype. The gradients of what is
-        received go back, so all slabs use something of it or none does; the gradient of what a slab
-        does not use is zero."""
+        """Send slab i the tensor sends[i], and receive from slab i one of shapes[i]. All slabs call this equally often,
+        in one order, with tensors of one dtype. The gradients of what is received go back, so all slabs use something
+        of it or none does; the gradient of what a slab does not use is zero."""
 
     def all_gather(self, x: Tensor) -> Future:
         """Send x to all slabs, and receive one of the same shape from each."""
@@ -46,8 +45,7 @@ class Exchange(ABC):
 
 @dataclass
 class _Transfer:
-    """received: where what all processes send to this one will be. sent: kept until then. work: the
-    collective."""
+    """received: where what all processes send to this one will be. sent: kept until then. work: the collective."""
 
     processes: Processes
     received: list[Tensor]
@@ -95,8 +93,7 @@ class Processes(Exchange):
         return _Transfer(self, self._received(out, sends, shapes), flat, work)
 
     def all_to_all_single(self, flat: Tensor, received: list[int], sent: list[int]) -> tuple[Tensor, Any]:
-        """Return where what all processes send to this one will be, one after the other, and what
-        waits for it."""
+        """Return where what all processes send to this one will be, one after the other, and what waits for it."""
         import torch.distributed as dist
 
         out = flat.new_empty(sum(received))

@@ -202,8 +202,7 @@ class Slab(Grid):
 
 
 class SlabPack(Ragged):
-    """Slabs of samples of different shapes, end to end in one row. Layers take one sample after the
-    other."""
+    """Slabs of samples of different shapes, end to end in one row. Layers take one sample after the other."""
 
     shared, joint = True, False
 

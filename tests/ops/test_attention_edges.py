@@ -108,10 +108,9 @@ def test_masks_and_states_together(dense, close, close_grads, length):
 @impls
 @pytest.mark.parametrize("name", LOGITS)
 def test_extreme_logits_in_float32(dense, close_grads, form, impl, name):
-    """maths.md 5.5b: the pair (max, sum) keeps float32's precision; a rounded max + log(sum) is
-    off by 3e-4 at 5000, exp without a maximum overflows, a fixed anchor underflows. Where forgetting
-    moves a maximum, float32 rounds it: half a unit in the last place when it is moved, and when it
-    is moved back."""
+    """maths.md 5.5b: the pair (max, sum) keeps float32's precision; a rounded max + log(sum) is off by 3e-4 at 5000,
+    exp without a maximum overflows, a fixed anchor underflows. Where forgetting moves a maximum, float32 rounds it:
+    half a unit in the last place when it is moved, and when it is moved back."""
     *inputs, theta = sample((TOKENS,), dtype=torch.float32)
     inputs[1] = logits(name, inputs[1].shape).requires_grad_()
     leaves = [*inputs, theta]
@@ -131,10 +130,9 @@ def test_extreme_logits_in_float32(dense, close_grads, form, impl, name):
 @impls
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs(form, impl, dtype):
-    """Everything between input and output is float32, autocast or not, so the error is that of one
-    rounding of the exact result: at most twice its maximum, and the same root mean square. A second
-    rounding on the way, of SiLU(q) say, adds about as much again; a bfloat16 sum over 200 tokens
-    several times."""
+    """Everything between input and output is float32, autocast or not, so the error is that of one rounding of the
+    exact result: at most twice its maximum, and the same root mean square. A second rounding on the way, of SiLU(q)
+    say, adds about as much again; a bfloat16 sum over 200 tokens several times."""
     q, k, v = (x.detach() for x in plain(200, dtype=dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, state = run(form, q, k, v, impl=impl)

@@ -140,19 +140,6 @@ def test_padding_adds_nothing(close, ways):
     assert torch.equal(axis_scan(junk, *parameters[0], reverse, mask), actual)
 
 
-def test_gradcheck():
-    x, c, log_decay, h = sample(6, lines=1, dim=2, states=2, grads=True)
-    assert torch.autograd.gradcheck(lambda *a: (line_scan(*a), line_state(a[0], a[2], a[3])), (x, c, log_decay, h))
-    tokens = torch.randn(1, 3, 2, 2, dtype=torch.float64, requires_grad=True)
-    pairs = [p.requires_grad_() for _ in range(2) for p in weights((3, 2), dim=2)]
-    mask = torch.tensor([[[True, True], [False, True], [True, False]]])
-
-    def function(x, c, decay, back, back_decay):
-        return axis_scan(x, c, decay, (back, back_decay), mask)
-
-    assert torch.autograd.gradcheck(function, (tokens, *pairs))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs_and_autocast(close, dtype):
     """Sums run in float32: twice the error of rounding the exact result bounds that of one line."""

@@ -1,5 +1,4 @@
-"""flash-linear-attention's kernels behind our functions, and ours beside its references, on a
-card."""
+"""flash-linear-attention's kernels behind our functions, and ours beside its references, on a card."""
 
 from functools import partial
 from importlib import import_module

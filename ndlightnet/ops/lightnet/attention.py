@@ -1,9 +1,8 @@
 """LightNet attention: one function per form of execution.
 
-q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)`: any float dtype;
-statistics, memories and States in float32 (float64 for float64 inputs); outputs in q's dtype. SiLU
-is applied to q here. There is no 1/sqrt(dim): the layer normalises the output. k is both key and
-decay.
+q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)`: any float dtype; statistics, memories and
+States in float32 (float64 for float64 inputs); outputs in q's dtype. SiLU is applied to q here. There is no
+1/sqrt(dim): the layer normalises the output. k is both key and decay.
 
   summarize           a source of keys and values -> State
   read                queries read a State (cross attention = summarize + read)
@@ -172,8 +171,7 @@ def global_attention(
     layout: Layout | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Return softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length) bool, False
-    = padding.
+    """Return softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length) bool, False = padding.
 
     layout: where the tokens of a sample lie; None: every row is a sample. With a Ragged (batch 1) the
     grid of position may have any shape, without prefix or offset. Where other rows or processes have

@@ -58,11 +58,17 @@ class Tokens(NamedTuple):
         """Return `count` frames of so many tokens, from frame `first` on."""
         q, k, v, mask, position = self
         now = slice(first * tokens, (first + count) * tokens)
-        if position is not None:
-            shape = shape_of(position)
-            offset = offset_of(position) or (0,) * len(shape)
-            position = position._replace(layout=(count, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
+        position = _frames_from(position, first, count)
         return Tokens(q[:, now], k[:, now], v[:, now], None if mask is None else mask[:, now], position)
+
+
+def _frames_from(position: Position | None, first: int, frames: int) -> Position | None:
+    """Return the Position of `frames` frames, from frame `first` on."""
+    if position is None:
+        return None
+    shape = shape_of(position)
+    offset = offset_of(position) or (0,) * len(shape)
+    return position._replace(layout=(frames, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
 
 
 # ------------------------------------------------------------------------ States of many frames
@@ -105,9 +111,8 @@ def _merge_all(states: State) -> State:
 
 
 class SlidingMerge(torch.autograd.Function):
-    """Sliding merge that saves two maxima only. Its gradient is the same merge in reverse order, of
-    the gradients of sums and memories, with the negative maximum instead of the maximum: every
-    exponent stays at or below 0."""
+    """Sliding merge that saves two maxima only. Its gradient is the same merge in reverse order, of the gradients of
+    sums and memories, with the negative maximum instead of the maximum: every exponent stays at or below 0."""
 
     @staticmethod
     def forward(ctx: Any, top: Tensor, total: Tensor, memory: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,13 +172,12 @@ def axis_causal_attention(
     then `state` and the returned one are None. position: its first axis counts the frames; with a
     Ragged its grid may have any shape, without prefix or offset.
 
-    state: State before the first frame; the returned one is for the frames that follow. window: a
-    frame attends to the last `window` frames, itself included. Then the State holds `window - 1`
-    frames separately: its tensors are (batch, window - 1, heads, ·). forget: decay rate; the weight
-    of a frame is multiplied by exp(-forget) with every later frame: 0 or more, or (heads,) such
-    numbers; it has no gradient. Above 8192 it counts as 8192, after which nothing is left of a
-    frame. return_state: False returns None in place of the State, which for a window of tokens is
-    larger than all else.
+    state: State before the first frame; the returned one is for the frames that follow. window: a frame attends to the
+    last `window` frames, itself included. Then the State holds `window - 1` frames separately: its tensors are (batch,
+    window - 1, heads, ·). forget: decay rate; the weight of a frame is multiplied by exp(-forget) with every later
+    frame: 0 or more, or (heads,) such numbers; it has no gradient. Above 8192 it counts as 8192, after which nothing is
+    left of a frame. return_state: False returns None in place of the State, which for a window of tokens is larger than
+    all else.
 
     Frames of one token are computed in chunks, as in `causal_attention`. Where the States of other
     single frames take more memory than the tokens (small frames), they are computed for some frames
@@ -271,8 +275,7 @@ def _check_frames(state: State, k: Tensor, v: Tensor, position: Position | None,
 
 
 def states_outweigh_tokens(k: Tensor, v: Tensor, position: Position | None, tokens: int) -> bool:
-    """Return whether the State of a frame of `tokens` tokens takes more memory than its q, k, v and
-    output."""
+    """Return whether the State of a frame of `tokens` tokens takes more memory than its q, k, v and output."""
     dim, value_dim = k.shape[-1], v.shape[-1]
     state = dim * value_dim * (1 if position is None else 2) * accumulator(k).itemsize
     return state > tokens * 2 * (dim + value_dim) * k.element_size()

@@ -29,9 +29,8 @@ def local_mixing(
     x: tokens (batch, *grid, dim) on a grid of any number of axes; with a layout (batch, length,
     dim), where the batch of a Ragged is 1 and no tap leaves its sample; taps reach into the slabs beside
     one. What lies outside the grid counts as 0. weight: (taps, dim). offsets: for
-    each tap one int per axis; see `star` and `dense`. If no offset is below 0 along the first axis,
-    a token reads no later frame. mask: bool (batch, *grid), or (batch, length) with a layout, False
-    where x counts as 0.
+    each tap one int per axis; see `star` and `dense`. If no offset is below 0 along the first axis, a token reads no
+    later frame. mask: bool (batch, *grid), or (batch, length) with a layout, False where x counts as 0.
 
     Returns a tensor like x. Sums are float32 or wider; the gradient of weight as well.
     """

@@ -30,8 +30,7 @@ def _overlap(shape: Sequence[int], offset: Sequence[int]) -> tuple[Box, Box] | N
 
 
 class _Shifts(torch.autograd.Function):
-    """Sum of weight_i * x_(t - offsets_i) on a grid. x (batch, *grid, dim) and weight (taps, dim)
-    have one dtype."""
+    """Sum of weight_i * x_(t - offsets_i) on a grid. x (batch, *grid, dim) and weight (taps, dim) have one dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:

@@ -43,10 +43,9 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Run the delta rule causally, from the memory `state` to the last memory.
 
-    q, k (batch, length, heads, dim), keys of norm 1 (the caller normalises them); v (batch, length,
-    heads, value_dim); beta (batch, length, heads) in [0, 1], or up to 2, where a memory's sign can
-    change; log_decay, state, impl and the returned values as in `gated_linear_attention`. A token
-    with beta = 0 and log_decay = 0 changes nothing.
+    q, k (batch, length, heads, dim), keys of norm 1 (the caller normalises them); v (batch, length, heads, value_dim);
+    beta (batch, length, heads) in [0, 1], or up to 2, where a memory's sign can change; log_decay, state, impl and the
+    returned values as in `gated_linear_attention`. A token with beta = 0 and log_decay = 0 changes nothing.
     """
     decay, state = check(q, k, v, log_decay, state)
     if tuple(beta.shape) != tuple(k.shape[:3]):

@@ -45,10 +45,9 @@ def gated_linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Run gated linear attention causally, from the memory `state` to the last memory.
 
-    q, k (batch, length, heads, dim), v (batch, length, heads, value_dim); log_decay <= 0, (batch,
-    length, heads, dim) or (..., 1) for one a head, default 0; clamped at -30 (float64: -60). state
-    (batch, heads, dim, value_dim). Returns y, like v, and the last memory in float32 (float64). A
-    token with k = 0 and log_decay = 0 changes nothing.
+    q, k (batch, length, heads, dim), v (batch, length, heads, value_dim); log_decay <= 0, (batch, length, heads, dim)
+    or (..., 1) for one a head, default 0; clamped at -30 (float64: -60). state (batch, heads, dim, value_dim). Returns
+    y, like v, and the last memory in float32 (float64). A token with k = 0 and log_decay = 0 changes nothing.
 
     impl: "torch", "fla" (flash-linear-attention's kernels), "reference" (token by token) or "auto":
     fla where it is supported, for 16-bit inputs on CUDA.

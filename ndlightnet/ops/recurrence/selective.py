@@ -3,9 +3,8 @@ step, input and output weights depend on the token.
 
     m_t = exp(delta_t A) * m_(t-1) + (delta_t u_t) B_t^T        y_t = m_t C_t
 
-The decay is a full matrix (channels, state), so there is no form by matrix products; all memories
-of a segment come from an associative scan. The gradient is explicit and saves the memory before
-each segment only.
+The decay is a full matrix (channels, state), so there is no form by matrix products; all memories of a segment come
+from an associative scan. The gradient is explicit and saves the memory before each segment only.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.autograd import grad, gradcheck
+from torch.autograd import grad
 
 from ndlightnet.ops.recurrence import memory, selective
 from ndlightnet.ops.recurrence.selective import selective_scan
@@ -54,11 +54,6 @@ def test_it_is_a_memory_with_a_full_forget(close, segment):
     expected = memory.reference(shrink, expand, f, (delta * u)[:, :, None], m.mT[:, None])
     close(y, expected[0][:, :, 0], 1e-12)
     close(last, expected[1][:, 0].mT, 1e-12)
-
-
-def test_gradients_against_differences(monkeypatch):
-    monkeypatch.setattr(selective, "SEGMENT_CPU", 8)
-    assert gradcheck(selective_scan, sample(6, batch=1, channels=2, state=2, grads=True))
 
 
 @pytest.mark.parametrize("step", [1e-42, 1e-20, 1e4, 1e20])
