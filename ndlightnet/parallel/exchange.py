@@ -133,7 +133,7 @@ class Processes(Exchange):
 class _Route:
     """What the two nodes of an exchange share: transfers that are under way, there and back."""
 
-    there: _Transfer | None = None
+    forth: _Transfer | None = None
     back: _Transfer | None = None
 
 
@@ -145,7 +145,7 @@ class _Begin(torch.autograd.Function):
     def forward(
         ctx: Any, processes: Processes, shapes: Sequence[Sequence[int]], route: _Route, *sends: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.route, route.there = route, processes.begin(sends, shapes)
+        ctx.route, route.forth = route, processes.begin(sends, shapes)
         return tuple(x.view_as(x) for x in sends)  # the gradients of `_Arrive` have their shapes
 
     @staticmethod
@@ -160,9 +160,9 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, processes: Processes, route: _Route, *sends: Tensor) -> tuple[Tensor, ...]:
         ctx.processes, ctx.route, ctx.shapes = processes, route, [x.shape for x in sends]
-        there, route.there = route.there, None
-        assert there is not None
-        return tuple(x.view_as(x) for x in there.wait())
+        transfer, route.forth = route.forth, None
+        assert transfer is not None
+        return tuple(x.view_as(x) for x in transfer.wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

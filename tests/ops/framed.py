@@ -38,11 +38,13 @@ def weights(shape, window=None, forget=0.0):
     return see[..., None] * torch.exp(-age.clamp(min=0)[..., None] * fade)
 
 
-def angles(shape, theta):
-    """(length, heads, dim) by hand: consecutive groups of channels, one per axis (maths.md 6.2)."""
-    place = torch.tensor(list(itertools.product(*map(range, shape))), dtype=theta.dtype)
-    parts = torch.tensor_split(theta, len(shape), dim=-1)
-    return torch.cat([place[:, a, None, None] * part for a, part in enumerate(parts)], -1)
+def angles(shape, theta, start=None, prefix=0):
+    """(prefix + length, heads, slots) by hand: consecutive groups of slots, one per axis (maths.md 6.2)."""
+    place = torch.tensor(list(itertools.product(*map(range, shape))), dtype=torch.float64)
+    place = place + torch.tensor(start or [0] * len(shape), dtype=torch.float64)
+    groups = torch.tensor_split(theta.double(), len(shape), dim=-1)
+    grid = torch.cat([place[:, a, None, None] * group for a, group in enumerate(groups)], -1)
+    return torch.cat([grid.new_zeros(prefix, *grid.shape[1:]), grid])
 
 
 def whole(state):

@@ -8,15 +8,14 @@ from torch.autograd import grad
 
 from ndlightnet.ops import State, attention_step, causal_attention, global_attention, merge, read, summarize
 
+from . import framed
+
 LENGTHS = (1, 7, 63, 64, 65, 130)
 
 
-def sample(length, heads=2, dim=5, value_dim=3, batch=2, dtype=torch.float64, grads=False):
-    """q, k, v with odd dims; keys are wide, so that the decay matters."""
-    q, k = (torch.randn(batch, length, heads, dim, dtype=dtype) for _ in "qk")
-    v = torch.randn(batch, length, heads, value_dim, dtype=dtype)
-    q, k, v = q, 2 * k, v
-    return [x.requires_grad_(grads) for x in (q, k, v)]
+def sample(length, grads=False, **sizes):
+    """q, k, v with odd dims"""
+    return framed.sample((length,), grads=grads, **sizes)[:3]
 
 
 def form(causal):

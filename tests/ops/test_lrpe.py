@@ -20,18 +20,12 @@ from ndlightnet.ops import (
     tables,
 )
 
+from . import framed
+from .framed import angles
+
 GRIDS = ((7,), (6, 1), (4, 6), (3, 4, 5), (2, 3, 2, 4))
 grids = pytest.mark.parametrize("shape", GRIDS, ids=str)
 kinds = pytest.mark.parametrize("kind", ["cosine", "rotary"])
-
-
-def angles(shape, theta, start=None, prefix=0):
-    """(prefix + length, heads, slots) by hand: consecutive groups of slots, one per axis (6.2)."""
-    place = torch.tensor(list(itertools.product(*map(range, shape))), dtype=torch.float64)
-    place = place + torch.tensor(start or [0] * len(shape), dtype=torch.float64)
-    parts = torch.tensor_split(theta.double(), len(shape), dim=-1)
-    grid = torch.cat([place[:, a, None, None] * part for a, part in enumerate(parts)], -1)
-    return torch.cat([grid.new_zeros(prefix, *grid.shape[1:]), grid])
 
 
 def turn(x, angle):
@@ -41,10 +35,9 @@ def turn(x, angle):
     return torch.cat([z.real, z.imag, x[..., 2 * half :]], -1)
 
 
-def sample(length, heads=2, dim=9, value_dim=3):
-    q, k = (torch.randn(2, length, heads, dim, dtype=torch.float64) for _ in "qk")
-    v = torch.randn(2, length, heads, value_dim, dtype=torch.float64)
-    return [x.requires_grad_() for x in (q, 2 * k.detach(), v)]
+def sample(length, dim=9):
+    """q, k, v"""
+    return framed.sample((length,), dim)[:3]
 
 
 def random_theta(slots, heads=2):

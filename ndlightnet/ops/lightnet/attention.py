@@ -157,8 +157,8 @@ def read(q: Tensor, state: State, *, position: Position | None = None, impl: Imp
         out: Tensor = _triton.read(q, state.sum, state.memory, *_triton.of_grid(position))
         return out
     with exact(q):
-        how = reference.read_memory if chosen == "reference" else parallel.read
-        return how(_query(q, position), state).to(q.dtype)
+        run = reference.read_memory if chosen == "reference" else parallel.read
+        return run(_query(q, position), state).to(q.dtype)
 
 
 def global_attention(
@@ -221,11 +221,11 @@ def _merged(
         state = layout.merge(summarize(k, v, mask=mask, position=position, impl=impl))
         return read(q, state, position=position, impl=impl)
     with exact(k):
-        kept, values = (layout.join(x) for x in _mask_inputs(k, v, mask))
+        keys, values = (layout.join(x) for x in _mask_inputs(k, v, mask))
         factors = _factors(k, position)
         if factors is not None:  # (rows or none, tokens, heads or 1, features)
             factors = layout.join(factors.expand(len(k), *factors.shape[-3:]))
-        state = parallel.summarize(kept, values, factors)
+        state = parallel.summarize(keys, values, factors)
         out = parallel.read(layout.join(_query(q, position)), state)
         return layout.divide(out).to(q.dtype)
 

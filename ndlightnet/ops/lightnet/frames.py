@@ -199,8 +199,8 @@ def axis_causal_attention(
         def after() -> State:
             if window is None and not isinstance(forget, Tensor) and forget == 0:
                 return summarize(k, v, mask=mask, position=position, impl=impl)
-            own: State = axis_causal_attention(q, k, v, frames, mask=mask, position=position, **options)[1]
-            return own
+            last: State = axis_causal_attention(q, k, v, frames, mask=mask, position=position, **options)[1]
+            return last
 
         state = grid.before(state, after, window, forget)
         if not frame.shared:
@@ -240,9 +240,9 @@ def axis_causal_attention(
             assert window is not None
             out, state = _window(inputs, state, window, forget, chosen, return_state)
             return out, None if state is None else offset_gradient(state, position, 1)
-        how = (window, forget, chosen, frame)
+        options = (window, forget, chosen, frame)
         if plain() or frame.shared or not states_outweigh_tokens(k, v, position, k.shape[1] // frames):
-            out, state = _attend(inputs, state, frames, *how)
+            out, state = _attend(inputs, state, frames, *options)
             return out, offset_gradient(state, position, 1) if return_state else None
         run: Any = _attend
         if torch.is_grad_enabled():
@@ -250,7 +250,7 @@ def axis_causal_attention(
         outs, tokens, group = [], k.shape[1] // frames, max(1, round(frames**0.5))
         for first in range(0, frames, group):
             count = min(group, frames - first)
-            out, state = run(inputs.frames(first, count, tokens), state, count, *how)
+            out, state = run(inputs.frames(first, count, tokens), state, count, *options)
             outs.append(out)
         assert state is not None
         return torch.cat(outs, 1), offset_gradient(state, position, 1) if return_state else None
@@ -355,17 +355,17 @@ def _by_torch(tokens: Tokens, frames: int) -> Forms:
 def _by_triton(tokens: Tokens, frames: int) -> Forms:
     """Do the same as `_by_torch` with kernels, to which each frame is a sample."""
     q, k, v, mask, position = tokens
-    batch, where = k.shape[0], _triton.of_frames(position, k.shape[0], frames)
+    batch, fields = k.shape[0], _triton.of_frames(position, k.shape[0], frames)
 
     def samples(x: Tensor) -> Tensor:
         return x.unflatten(1, (frames, -1)).flatten(0, 1)
 
     keep = None if mask is None else samples(mask)
-    frame_states = _triton.summarize(samples(k), samples(v), keep, *where)
+    frame_states = _triton.summarize(samples(k), samples(v), keep, *fields)
 
     def read(merged: State) -> Tensor:
         total, memory = merged.sum.flatten(0, 1), merged.memory.flatten(0, 1)
-        out: Tensor = _triton.read(samples(q), total, memory, *where)
+        out: Tensor = _triton.read(samples(q), total, memory, *fields)
         return out.unflatten(0, (batch, frames)).flatten(1, 2)
 
     return State(*(x.unflatten(0, (batch, frames)) for x in frame_states)), read
@@ -383,15 +383,15 @@ def _ragged(tokens: Tokens, layout: Ragged, window: int | None, forget: float | 
     small = min((n // shape[0] for n, shape in pairs if n), default=0)
     if chosen != "triton" or not layout.joint or states_outweigh_tokens(k, v, position, small):
 
-        def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-            how |= {"window": window, "forget": forget, "return_state": False, "impl": chosen}
-            return axis_causal_attention(q, k, v, grid, **how)[0]
+        def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            options |= {"window": window, "forget": forget, "return_state": False, "impl": chosen}
+            return axis_causal_attention(q, k, v, grid, **options)[0]
 
         return map_attention(alone, layout, q, k, v, mask, position)
     frames, at, longest = layout.frames(k.device)
     offset = torch.nn.functional.pad((at % longest)[:, None], (0, layout.ndim - 1)).int()
-    where = _triton.of_samples(position, frames, k, v.shape[-1], offset)
-    frame_states = _triton.summarize(k, v, mask, *where)
+    fields = _triton.of_samples(position, frames, k, v.shape[-1], offset)
+    frame_states = _triton.summarize(k, v, mask, *fields)
 
     def padded(x: Tensor, fill: float) -> Tensor:
         """Pad x (all frames, ...) to (samples, longest, ...), `fill` after each last frame."""
@@ -401,5 +401,5 @@ def _ragged(tokens: Tokens, layout: Ragged, window: int | None, forget: float | 
     states = State(*map(padded, frame_states, (-torch.inf, 0.0, 0.0)))
     merged = sliding_merge(decayed(states, forget), window, chosen)
     _, total, memory = (x.flatten(0, 1).index_select(0, at) for x in merged)
-    out: Tensor = _triton.read(q, total, memory, *where)
+    out: Tensor = _triton.read(q, total, memory, *fields)
     return out

@@ -24,7 +24,16 @@ from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence import memory
-from ndlightnet.ops.recurrence.chunks import Decay, exact, from_chunks, inverse, matmul_as, to_chunks, whole, work_dtype
+from ndlightnet.ops.recurrence.chunks import (
+    Decay,
+    exact,
+    from_chunks,
+    inverse,
+    matmul_as,
+    to_chunks,
+    unaliased,
+    work_dtype,
+)
 from ndlightnet.ops.recurrence.gated import after, check, log_decay_gradient
 from ndlightnet.ops.recurrence.scan import MATRIX, adjoints, before, memories
 
@@ -106,7 +115,7 @@ class _Delta(torch.autograd.Function):
         c = _Chunks(q, k, v, beta, decay, state)
         y, m = c.run(state)
         ctx.save_for_backward(q, k, v, beta, decay, state, m)
-        return whole(from_chunks(y, v)), m[:, -1].view_as(state).clone()
+        return unaliased(from_chunks(y, v)), m[:, -1].view_as(state).clone()
 
     @staticmethod
     @once_differentiable

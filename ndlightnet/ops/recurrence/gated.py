@@ -22,11 +22,12 @@ from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.chunks import (
     Decay,
     exact,
+    first_memory,
     floor_of,
     from_chunks,
     later_first,
     to_chunks,
-    whole,
+    unaliased,
     work_dtype,
 )
 from ndlightnet.ops.recurrence.scan import adjoints, before, memories
@@ -89,13 +90,7 @@ def check(
                 f"{(batch, n, heads, dim)}, or 1 instead of dim"
             )
         decay = log_decay.to(acc).clamp(min=floor_of(acc)).expand(batch, n, heads, -1)
-    if state is None:
-        return decay, torch.zeros(batch, heads, dim, value_dim, dtype=acc, device=k.device)
-    if tuple(state.shape) != (batch, heads, dim, value_dim):
-        raise ValueError(
-            f"state {tuple(state.shape)}: expected (batch, heads, dim, value_dim), {(batch, heads, dim, value_dim)}"
-        )
-    return decay, state.to(acc)
+    return decay, first_memory("state", state, (batch, heads, dim, value_dim), acc, k.device)
 
 
 class _Gated(torch.autograd.Function):
@@ -106,7 +101,7 @@ class _Gated(torch.autograd.Function):
         c = _chunks(q, k, v, decay, state)
         m = c.memories()
         ctx.save_for_backward(q, k, v, decay, state, m)
-        return whole(from_chunks(c.outputs(m), v)), m[:, -1].view_as(state).clone()
+        return unaliased(from_chunks(c.outputs(m), v)), m[:, -1].view_as(state).clone()
 
     @staticmethod
     @once_differentiable

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.dtypes import accumulator, check_floats
-from ndlightnet.ops.recurrence.chunks import exact
+from ndlightnet.ops.recurrence.chunks import exact, first_memory
 from ndlightnet.ops.recurrence.scan import ELEMENTWISE, MATRIX, Rule, scan
 
 
@@ -94,10 +94,4 @@ def _check(
     kind = accumulator(inputs)
     if forget.is_complex() or (memory is not None and memory.is_complex()):
         kind = torch.complex128 if kind == torch.float64 else torch.complex64
-    if memory is None:
-        return torch.zeros(batch, heads, dim, value_dim, dtype=kind, device=inputs.device)
-    if tuple(memory.shape) != (batch, heads, dim, value_dim):
-        raise ValueError(
-            f"memory {tuple(memory.shape)}: expected (batch, heads, dim, value_dim), {(batch, heads, dim, value_dim)}"
-        )
-    return memory.to(kind)
+    return first_memory("memory", memory, (batch, heads, dim, value_dim), kind, inputs.device)

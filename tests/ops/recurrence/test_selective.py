@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.ops.recurrence import memory, selective
+from ndlightnet.ops.recurrence import selective
 from ndlightnet.ops.recurrence.selective import selective_scan
 
 from ..largest_tensor import LargestTensor
@@ -43,17 +43,6 @@ def test_segments_are_step_by_step(close, close_grads, segment, n):
     for x, y in zip(ours, theirs, strict=True):
         close(x, y, 1e-12)
     close_grads(ours, theirs, inputs, 1e-12)
-
-
-def test_it_is_a_memory_with_a_full_forget(close, segment):
-    """(state, channels), f = exp(delta A), e = B, i = delta u, s = C."""
-    u, delta, a, b, c, m = sample(20)
-    f = (delta[:, :, None, None] * a.mT).exp()
-    shrink, expand = c[:, :, None], b[:, :, None]
-    y, last = selective_scan(u, delta, a, b, c, m)
-    expected = memory.reference(shrink, expand, f, (delta * u)[:, :, None], m.mT[:, None])
-    close(y, expected[0][:, :, 0], 1e-12)
-    close(last, expected[1][:, 0].mT, 1e-12)
 
 
 @pytest.mark.parametrize("step", [1e-42, 1e-20, 1e4, 1e20])

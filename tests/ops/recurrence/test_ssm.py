@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.selective import selective_scan
 from ndlightnet.ops.recurrence.ssm import diagonal_ssm, discretize, legs, powers, zero_order_hold
 from ndlightnet.ops.recurrence.wkv import mean, merge, token, weighted_sums
@@ -50,18 +49,6 @@ def test_chunks_are_step_by_step(close, close_grads, n):
     for a, b in zip(ours, theirs, strict=True):
         close(a, b, 1e-12)
     close_grads(ours, theirs, inputs, 1e-11)
-
-
-def test_it_is_a_matrix_memory_a_channel(close):
-    """Memory (2 pairs, 1), f a rotation that shrinks, e one vector, i = u_t."""
-    u, z, weight, x = sample(70)
-    f, start = rotations(z)[None, None], torch.view_as_real(x).flatten(-2)[..., None]
-    s = torch.view_as_real(2 * weight.conj()).flatten(1).expand(2, 70, -1, -1)
-    e = torch.tensor([1.0, 0], dtype=torch.float64).repeat(4).expand(2, 70, 3, -1)
-    y, last = diagonal_ssm(u, z, weight, x)
-    expected = memory.reference(s, e, f, u[..., None], start, torch.matmul)
-    close(y, expected[0][..., 0], 1e-12)
-    close(torch.view_as_real(last).flatten(-2)[..., None], expected[1], 1e-12)
 
 
 def test_float32_is_as_good_for_fast_turns_as_for_slow_ones(close):

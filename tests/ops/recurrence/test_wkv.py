@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.autograd import grad, gradcheck
 
-from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.wkv import LOWEST, empty, mean, means, merge, token, weighted_sums
 
 LENGTHS = (1, 2, 5, 63, 64, 65, 131)
@@ -48,19 +47,6 @@ def test_it_is_a_softmax(close, close_grads, n):
     y, expected = means(k, v, decay.log(), bonus), dense(*inputs)
     close(y, expected, 1e-12)
     close_grads(y, expected, inputs, 1e-11)
-
-
-@pytest.mark.parametrize("n", [1, 5, 70])
-def test_it_is_a_memory_of_one_row_that_is_read_before_it_is_written(close, n):
-    """(1, 2), f = exp(-w), e = exp(k), i = [v, 1]."""
-    k, v, decay, _ = sample(n)
-    past, last = weighted_sums(k, v, decay[None, None])
-    i = torch.stack([v, torch.ones_like(v)], -1)
-    f, e = (-decay).exp()[None, None, :, None, None], k.exp()[..., None]
-    y, end = memory.reference(torch.ones_like(e), e, f, i)
-    close(true(last), end[:, :, 0].mT, 1e-12)
-    close(true(past[:, 1:]), y[:, :-1].mT, 1e-12)
-    assert not past[:, 0, :2].any()
 
 
 def test_gradients_against_differences():
