@@ -235,14 +235,14 @@ def test_lines_are_those_of_the_grids():
             for part, shape in zip(layout.split(x[:, None]), SHAPES, strict=True)
             for line in Grid(shape).lines(part, axis)
         }
-        found = set()
+        actual = set()
         for group in layout.lines(torch.device("cpu")):
             if group.axis == axis:
                 assert group.longest & (group.longest - 1) == 0 and group.longest >= 16
                 for first, step, n in group.table.tolist():
                     assert n <= group.longest and (n > group.longest // 2 or group.longest == 16)
-                    found.add(tuple(range(first, first + n * step, step)))
-        assert found == expected
+                    actual.add(tuple(range(first, first + n * step, step)))
+        assert actual == expected
 
 
 @pytest.mark.parametrize("patch", [2, (1, 3, 2)])

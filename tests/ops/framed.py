@@ -34,8 +34,8 @@ def weights(shape, window=None, forget=0.0):
     frame = torch.arange(torch.Size(shape).numel()) * shape[0] // torch.Size(shape).numel()
     age = (frame[:, None] - frame).double()
     see = (age >= 0) & (age < (window or shape[0]))
-    fade = torch.as_tensor(per_head(forget), dtype=torch.float64).expand(2)
-    return see[..., None] * torch.exp(-age.clamp(min=0)[..., None] * fade)
+    rates = torch.as_tensor(per_head(forget), dtype=torch.float64).expand(2)
+    return see[..., None] * torch.exp(-age.clamp(min=0)[..., None] * rates)
 
 
 def angles(shape, theta, start=None, prefix=0):

@@ -96,14 +96,14 @@ def test_masked_tokens_count_as_zero():
 @pytest.mark.parametrize("space", [(), (3,), (2, 3)])
 def test_stream_is_whole(form, space):
     x, weight, offsets = case(form, 1, (7, *space), causal=True)
-    whole = local_mixing(x, weight, offsets)
+    expected = local_mixing(x, weight, offsets)
     tokens = Grid(space).length
-    state, parts = x.new_zeros(2, 2, tokens, 5), []
-    for part in x.split([1, 3, 1, 2], 1):
-        grid = Grid.of(part)
-        u, state = local_mixing_step(grid.flatten(part), weight, offsets, state, layout=grid)
-        parts.append(u.view_as(part))
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
+    state, outputs = x.new_zeros(2, 2, tokens, 5), []
+    for frames in x.split([1, 3, 1, 2], 1):
+        grid = Grid.of(frames)
+        u, state = local_mixing_step(grid.flatten(frames), weight, offsets, state, layout=grid)
+        outputs.append(u.view_as(frames))
+    torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_later_frames_are_not_read():
@@ -140,12 +140,12 @@ def test_module_streams_and_counts(form):
     assert layer.weight.shape == (25 if form else 9, 6)
     x = torch.randn(2, 6, 3, 6, dtype=torch.float64)
     grid = Grid.of(x)
-    whole = grid.unflatten(layer(grid.flatten(x), grid, causal=True))
-    state, parts = layer.init_state(2, space=(3,)), []
-    for part in x.split([1, 2, 3], 1):
-        u, state = layer.step(part.flatten(1, 2), Grid.of(part), state)
-        parts.append(u.view_as(part))
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
+    expected = grid.unflatten(layer(grid.flatten(x), grid, causal=True))
+    state, outputs = layer.init_state(2, space=(3,)), []
+    for frames in x.split([1, 2, 3], 1):
+        u, state = layer.step(frames.flatten(1, 2), Grid.of(frames), state)
+        outputs.append(u.view_as(frames))
+    torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="dims=2"):
         layer(torch.randn(1, 4, 6), Grid((4,)))
 

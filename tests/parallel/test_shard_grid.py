@@ -79,8 +79,8 @@ def test_the_kernels_of_two_gpus(tmp_path):
 def test_what_an_exchange_takes_by_the_model_of_costs(rows, batch, ms):
     """As kernels/README.md says, beside what two GPUs took: 16.4, 10.1 and 5.5 ms."""
     net, machine = shard_model.Network(), shard_model.Machine(token=641e-9)
-    found = shard_model.step(net, machine, (rows, 64, 64), 2, batch)
-    assert round(1e3 * found["exchange"], 1) == ms
+    costs = shard_model.step(net, machine, (rows, 64, 64), 2, batch)
+    assert round(1e3 * costs["exchange"], 1) == ms
 
 
 def test_processes_send_what_the_model_of_costs_says(tmp_path):

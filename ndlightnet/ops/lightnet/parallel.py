@@ -188,8 +188,9 @@ def causal_gradients(inputs: tuple[Any, ...], dout: Tensor, dsum: Tensor, dmemor
 # One for torch.compile: the number of chunks depends on the length, and the backward is explicit.
 # f: query features; w: key factors
 def _forward(*inputs: Any) -> Any:
-    out, state = causal_form(*inputs[:5], State(*inputs[5:]))
-    return out.contiguous(), *state
+    f, k, v, w, rates, *state = inputs
+    out, last = causal_form(f, k, v, w, rates, State(*state))
+    return out.contiguous(), *last
 
 
 def _fake(f: Tensor, k: Tensor, v: Tensor, w: Any, rates: Any, *state: Tensor) -> Any:
