@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout.base import check_integers
+from ndlightnet.layout.abstract import check_integers
 
 
 @torch.no_grad()

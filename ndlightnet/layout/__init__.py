@@ -1,5 +1,4 @@
-"""Layouts: the grids that the tokens of a batch lie on. Axes, frames, samples and offsets are
-defined here only.
+"""Layouts: the grids that the tokens of a batch lie on. Axes, frames, samples and offsets are defined here only.
 
 Tokens are (batch, length, ...), with a Layout: a Grid, where every row is a sample and all have one
 shape, Boxes, where several rows are boxes of a sample, or a Ragged, where the batch is one row that
@@ -7,7 +6,7 @@ holds samples of any shapes end to end (a pack). The slabs of a grid that severa
 in ndlightnet.parallel. Operators ask a layout the questions of `Layout` and never which one it is.
 """
 
-from ndlightnet.layout.base import Layout, per_axis
+from ndlightnet.layout.abstract import Layout, per_axis
 from ndlightnet.layout.boxes import Boxed, Boxes, draw_boxes
 from ndlightnet.layout.grid import Grid, as_layout
 from ndlightnet.layout.pack import Packed, cut_patches, pack, uncut_patches

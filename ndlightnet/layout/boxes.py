@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout.base import per_axis
+from ndlightnet.layout.abstract import per_axis
 from ndlightnet.layout.grid import Grid
 
 
@@ -63,9 +63,8 @@ class Boxes(Grid):
 class Boxed:
     """Boxes of cells, which NDLightNet takes instead of whole samples.
 
-    values: (samples * count, channels, *cells of a box). layout: of the tokens. numbers: (samples,
-    count) int64, which boxes of the sample's grid of boxes these are, in row-major order. boxes:
-    that grid.
+    values: (samples * count, channels, *cells of a box). layout: of the tokens. numbers: (samples, count) int64, which
+    boxes of the sample's grid of boxes these are, in row-major order. boxes: that grid.
     """
 
     values: Tensor
@@ -78,10 +77,10 @@ class Boxed:
         dim), with `fill` (dim,) in the boxes that are not there."""
         samples, count = self.numbers.shape
         length, dim = self.layout.length, x.shape[-1]
-        whole = fill.to(x.dtype).expand(samples, self.boxes.length, length, dim)
+        grid = fill.to(x.dtype).expand(samples, self.boxes.length, length, dim)
         at = self.numbers[..., None, None].expand(samples, count, length, dim)
-        whole = whole.scatter(1, at, x.reshape(samples, count, length, dim))
-        return _join(whole, self.boxes.shape, self.layout.shape)
+        grid = grid.scatter(1, at, x.reshape(samples, count, length, dim))
+        return _join(grid, self.boxes.shape, self.layout.shape)
 
     def absent(self) -> Tensor:
         """Return which tokens are not there: (samples, *grid) bool."""
@@ -129,11 +128,11 @@ def draw_boxes(
     count = min(max(1, round((1 - dropped) * boxes.length)), boxes.length - 1)
     draws = torch.rand(len(x), boxes.length, generator=generator, device=x.device)
     numbers = draws.argsort(1)[:, :count].sort(1).values
-    parts = x.reshape(*x.shape[:2], *(n for pair in zip(boxes.shape, cells, strict=True) for n in pair))
+    split = x.reshape(*x.shape[:2], *(n for pair in zip(boxes.shape, cells, strict=True) for n in pair))
     order = [0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
-    parts = parts.permute(order).flatten(1, dims)  # (batch, boxes, channels, *cells)
+    all_boxes = split.permute(order).flatten(1, dims)  # (batch, boxes, channels, *cells)
     index = numbers.reshape(*numbers.shape, *[1] * (dims + 1))
-    kept = parts.gather(1, index.expand(-1, -1, *parts.shape[2:])).flatten(0, 1)
+    values = all_boxes.gather(1, index.expand(-1, -1, *all_boxes.shape[2:])).flatten(0, 1)
     corner = boxes.coordinates(x.device)[numbers.flatten()]
     offset = tuple(corner[:, axis] * size for axis, size in enumerate(box))
-    return Boxed(kept, Boxes(box, offset, count), numbers, boxes)
+    return Boxed(values, Boxes(box, offset, count), numbers, boxes)

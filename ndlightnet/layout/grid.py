@@ -8,16 +8,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ndlightnet.layout.base import Layout, Shape
+from ndlightnet.layout.abstract import Layout, Shape
 
 
 @dataclass(frozen=True)
 class Grid(Layout):
     """Shape of the token grid, flattened row-major (the last axis varies fastest).
 
-    offset: coordinates of the first token, one per axis, where the grid is a part of a larger one:
-    an int, a scalar tensor, or a tensor (batch,) with one for every sample. Comparisons of grids
-    ignore it.
+    offset: coordinates of the first token, one per axis, where the grid is a part of a larger one: an int, a scalar
+    tensor, or a tensor (batch,) with one for every sample. Comparisons of grids ignore it.
     """
 
     shape: Shape
@@ -39,8 +38,7 @@ class Grid(Layout):
         return Grid(self.shape[1:])
 
     def strided(self, step: Shape, shape: Shape | None = None) -> Grid:
-        """Return the grid whose cells are blocks of `step` cells: of ceil(size / step), or of this
-        shape."""
+        """Return the grid whose cells are blocks of `step` cells: of ceil(size / step), or of this shape."""
         return Grid(tuple(-(-n // by) for n, by in zip(self.shape, step, strict=True)) if shape is None else shape)
 
     def longer(self, frames: int) -> Grid:
@@ -123,8 +121,7 @@ class Grid(Layout):
         return values.reshape(*view, *values.shape[1:]).expand(*self.shape, *values.shape[1:])
 
     def lines(self, x: Tensor, axis: int) -> Tensor:
-        """Return every line along `axis`: `(batch, *grid, dim)` -> `(batch * other axes,
-        grid[axis], dim)`."""
+        """Return every line along `axis`: `(batch, *grid, dim)` -> `(batch * other axes, grid[axis], dim)`."""
         return x.movedim(1 + axis, -2).reshape(-1, self.shape[axis], x.shape[-1])
 
     def unlines(self, lines: Tensor, axis: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ndlightnet.layout.base import per_axis
+from ndlightnet.layout.abstract import per_axis
 from ndlightnet.layout.ragged import Ragged
 
 
@@ -22,11 +22,11 @@ def cut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:
     pad = []
     for size, step in zip(reversed(x.shape[2:]), reversed(patch), strict=True):
         pad += [0, -size % step]
-    cut = " ".join(f"(n{a} p{a})" for a in range(dims))
+    space = " ".join(f"(n{a} p{a})" for a in range(dims))
     grid, cells = (" ".join(f"{c}{a}" for a in range(dims)) for c in "np")
     sizes = {f"p{a}": size for a, size in enumerate(patch)}
     x = torch.nn.functional.pad(x, pad)
-    return rearrange(x, f"b c {cut} -> b {grid} ({cells} c)", **sizes)
+    return rearrange(x, f"b c {space} -> b {grid} ({cells} c)", **sizes)
 
 
 def uncut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:
@@ -41,9 +41,8 @@ def uncut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:
 
 @dataclass
 class Packed:
-    """A batch of samples of different shapes, end to end: NDLightNet takes it instead of a padded
-    batch and a mask. values: (length, channels), a row for each token; or word indices
-    (length,)."""
+    """A batch of samples of different shapes, end to end: NDLightNet takes it instead of a padded batch and a mask.
+    values: (length, channels), a row for each token; or word indices (length,)."""
 
     values: Tensor
     layout: Ragged
@@ -59,7 +58,7 @@ class Packed:
 
     def unpack(self) -> list[Tensor]:
         """Split into one tensor (*grid, channels) per sample."""
-        return [part[0] for part in self.layout.split(self.values)]
+        return [sample[0] for sample in self.layout.split(self.values)]
 
 
 def pack(samples: Iterable[Tensor], patch_size: int | Sequence[int] | None = None) -> Packed:
@@ -86,6 +85,6 @@ def pack(samples: Iterable[Tensor], patch_size: int | Sequence[int] | None = Non
                 f"*space) with {dims} axes"
             )
     patch = per_axis("patch_size", patch_size, dims)
-    parts = [cut_patches(x[None], patch)[0] for x in samples]
-    layout = Ragged(part.shape[:-1] for part in parts)
-    return Packed(torch.cat([part.flatten(0, -2) for part in parts]), layout)
+    patches = [cut_patches(x[None], patch)[0] for x in samples]
+    layout = Ragged(x.shape[:-1] for x in patches)
+    return Packed(torch.cat([x.flatten(0, -2) for x in patches]), layout)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.layout.base import Layout
+from ndlightnet.layout.abstract import Layout
 from ndlightnet.layout.grid import Grid
 
 
@@ -130,9 +130,8 @@ class Ragged(Layout):
         return table
 
     def frames(self, device: torch.device) -> tuple[Ragged, Tensor, int]:
-        """Return a Ragged whose samples are the frames (steps of the first axis) of all samples;
-        the index of each in a padded table of frames, sample * longest + frame; and `longest`, the
-        largest number of frames of a sample.
+        """Return a Ragged whose samples are the frames (steps of the first axis) of all samples; the index of each in a
+        padded table of frames, sample * longest + frame; and `longest`, the largest number of frames of a sample.
         """
 
         def make() -> tuple[Ragged, Tensor, int]:

@@ -26,9 +26,8 @@ SYNONYMS = (
 
 
 def did_you_mean(name: str, names: Iterable[str], form: str | None = None) -> str:
-    """Return "; did you mean X?" with the name that was probably meant: another library's name for
-    the same, or one that is spelt alike. If there is none, a list of the `names`. form="": only the
-    name itself, or nothing."""
+    """Return "; did you mean X?" with the name that was probably meant: another library's name for the same, or one
+    that is spelt alike. If there is none, a list of the `names`. form="": only the name itself, or nothing."""
     names = sorted(names)
     same = {one for group in SYNONYMS if name in group for one in group}
     near = [one for one in names if one in same]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Boxed, Grid, Layout, Packed, pack, per_axis
-from ndlightnet.layout.base import check_integers, check_not_empty
+from ndlightnet.layout.abstract import check_integers, check_not_empty
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.large import Large

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, uncut_patches
-from ndlightnet.layout.base import check_integers, check_not_empty
+from ndlightnet.layout.abstract import check_integers, check_not_empty
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.adaptive import AdaptiveBlock, Modulation, TimeEmbedding, modulate

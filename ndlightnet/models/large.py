@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout.base import check_not_empty
+from ndlightnet.layout.abstract import check_not_empty
 from ndlightnet.parallel import split_sizes
 from ndlightnet.parallel.turns import Sweeper
 

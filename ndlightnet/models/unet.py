@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import per_axis
-from ndlightnet.layout.base import check_integers, check_not_empty
+from ndlightnet.layout.abstract import check_integers, check_not_empty
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.large import Large

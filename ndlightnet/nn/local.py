@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
-from ndlightnet.layout.base import check_integers
+from ndlightnet.layout.abstract import check_integers
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout.base import check_integers
+from ndlightnet.layout.abstract import check_integers
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.ops import causal_attention, norm_gate, read, summarize
 from ndlightnet.ops.dtypes import check_floats, check_not_wider, check_tensors

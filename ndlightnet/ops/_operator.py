@@ -7,6 +7,7 @@ registered gradient takes twice the host time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -32,10 +33,9 @@ class Gradient(NamedTuple):
     given. Its results are named `dx`: the gradients of input x. An output x without a `dx` has no
     gradient; a `dx` of type Tensor? is None where nothing depends on x.
 
-    compute returns a tuple, with None for gradients that do not exist. fake: by default gradients
-    have the shapes and dtypes of their inputs. again: the same as compute, but differentiable, of
-    the flags which of the results are needed and then the same arguments; without it,
-    differentiating a gradient again raises RuntimeError.
+    compute returns a tuple, with None for gradients that do not exist. fake: by default gradients have the shapes and
+    dtypes of their inputs. again: the same as compute, but differentiable, of the flags which of the results are needed
+    and then the same arguments; without it, differentiating a gradient again raises RuntimeError.
     """
 
     schema: str
@@ -47,10 +47,9 @@ class Gradient(NamedTuple):
 class Operator:
     """An operator of named outputs: schema, forward, fake and, if it has one, the gradient.
 
-    Inputs are positional. lowered: what AOTInductor compiles instead of `forward`, whose kernels it
-    can. flops: number of FLOPs of the forward, given all inputs by name, shapes in place of
-    tensors; a gradient has twice as many. implementations, limits: those of the `Operation` of this
-    name.
+    Inputs are positional. lowered: what AOTInductor compiles instead of `forward`, whose kernels it can. flops: number
+    of FLOPs of the forward, given all inputs by name, shapes in place of tensors; a gradient has twice as many.
+    implementations, limits: those of the `Operation` of this name.
     """
 
     def __init__(
@@ -101,6 +100,15 @@ class Operator:
             return self.function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*inputs)
+
+
+def kernel(module: str, name: str, **options: Any) -> Callable[..., Any]:
+    """Return a function that imports a module of the kernels and calls its function of this name."""
+
+    def call(*inputs: Any) -> Any:
+        return getattr(import_module(f"ndlightnet_kernels.{module}"), name)(*inputs, **options)
+
+    return call
 
 
 Types = dict[str, str]

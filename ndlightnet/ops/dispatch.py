@@ -23,9 +23,8 @@ TRANSFORMED = "torch.func or forward-mode AD, which cannot differentiate a kerne
 
 
 class Operation(NamedTuple):
-    """What an operation declares: its implementations, and `limits(x, v, *others, position=)`, the
-    reason why its kernels cannot run tensors on a device and in dtypes that they support; empty if
-    they can."""
+    """What an operation declares: its implementations, and `limits(x, v, *others, position=)`, the reason why its
+    kernels cannot run tensors on a device and in dtypes that they support; empty if they can."""
 
     implementations: tuple[str, ...]
     limits: Callable[..., str] = unlimited
@@ -77,11 +76,10 @@ def supported(
 ) -> Support:
     """Return whether `operation` has a Triton kernel for these tensors.
 
-    x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan"
-    and "local_mixing", (..., dim) for "norm_gate" and "swiglu", (batch, channels, *space) for
-    "instance_norm_silu". v: values. others: further inputs (queries, a State, the weight (taps,
-    dim) of "local_mixing"). position: a Position. Where any input needs a gradient, the kernel must
-    have a backward. A Support is true, or false with a `reason`.
+    x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan" and "local_mixing",
+    (..., dim) for "norm_gate" and "swiglu", (batch, channels, *space) for "instance_norm_silu". v: values. others:
+    further inputs (queries, a State, the weight (taps, dim) of "local_mixing"). position: a Position. Where any input
+    needs a gradient, the kernel must have a backward. A Support is true, or false with a `reason`.
     """
     if operation not in OPERATIONS or "triton" not in OPERATIONS[operation].implementations:
         operations = sorted(name for name, has in OPERATIONS.items() if "triton" in has.implementations)

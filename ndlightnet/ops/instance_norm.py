@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ndlightnet.layout import Layout
-from ndlightnet.ops._operator import Gradient, Operator
+from ndlightnet.ops._operator import Gradient, Operator, kernel
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, finest
 from ndlightnet.ops.limits import sizes_reason
@@ -52,18 +52,17 @@ def instance_norm_silu(
     ):
         if y is not None and y.shape != shape:
             raise ValueError(f"{name} {tuple(y.shape)}: expected {tuple(shape)}, as x has")
+    by_kernel = kernel_runs(x) if impl == "auto" else resolve("instance_norm_silu", impl, x) == "triton"
     out: Tensor
-    kernel = kernel_runs(x) if impl == "auto" else resolve("instance_norm_silu", impl, x) == "triton"
     if layout is not None and layout.shared:
-        statistics = [] if statistics is None else statistics
-        inputs = (x, weight, bias, residual, eps, layout, statistics)
-        return _SlabKernels.apply(*inputs) if kernel else _slab_by_torch(*inputs)  # type: ignore[no-untyped-call, no-any-return]
-    if kernel:
+        run: Any = _SlabKernels.apply if by_kernel else _by_torch
+        out = run(x, weight, bias, residual, eps, layout, [] if statistics is None else statistics)
+    elif by_kernel:
         out = _instance_norm(x, weight, bias, residual, eps)[0]
-        return out
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or plain():
-        return _by_torch(x, weight, bias, residual, eps)  # torch.compile keeps what it finds best
-    out = _Recomputed.apply(x, weight, bias, residual, eps)  # type: ignore[no-untyped-call]
+    else:  # torch.compile keeps what it finds best
+        recomputed = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not plain()
+        run = _Recomputed.apply if recomputed else _by_torch
+        out = run(x, weight, bias, residual, eps)
     return out
 
 
@@ -84,7 +83,7 @@ def instance_norm_silu_(
 ) -> Tensor:
     """Overwrite contiguous x with `instance_norm_silu`, by its kernel and without a gradient."""
     if layout is not None and layout.shared:
-        return _slab_by_kernels(x, weight, bias, residual, eps, layout, [], x)[0]
+        return _slab_by_kernels(x, weight, bias, residual, eps, layout=layout, statistics=[], out=x)[0]
     _instance_norm_in_place(x, weight, bias, residual, eps)
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)  # autograd may hold x for an earlier operation
@@ -93,17 +92,26 @@ def instance_norm_silu_(
 
 def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, layout: Layout | None = None) -> Tensor:
     """Return norm(x) * weight + bias of `instance_norm_silu`, in torch."""
-    if layout is not None and layout.shared:
-        return _slab_normed(x, weight, bias, eps, layout, []).to(x.dtype)
-    return _normed(x, weight, bias, eps).to(x.dtype)
+    return _normed(x, weight, bias, eps, layout, []).to(x.dtype)
 
 
-def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return `instance_norm` unrounded: group_norm rounds the statistics of 16-bit tensors to their
-    dtype."""
+def _normed(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Layout | None, statistics: Statistics
+) -> Tensor:
+    """Return `instance_norm` unrounded: group_norm rounds the statistics of 16-bit tensors to their dtype."""
     acc = accumulator(x)
-    with exact(x):
-        return torch.group_norm(_centred(x), x.shape[1], weight.to(acc), bias.to(acc), eps)
+    if layout is None or not layout.shared:
+        with exact(x):
+            return torch.group_norm(_centred(x), x.shape[1], weight.to(acc), bias.to(acc), eps)
+    dims, wide = tuple(range(2, x.ndim)), x.to(acc)
+    if not statistics:
+        cells = math.prod(x.shape[2:])
+        square, mean = torch.var_mean(wide, dims, correction=0)
+        statistics.append(_sample_statistics(mean, square * cells, cells, layout))
+    mean, variance = statistics[0]
+    shape = (*x.shape[:2], *[1] * len(dims))
+    scale = torch.rsqrt(variance + eps) * weight.to(acc)
+    return (wide - mean.view(shape)) * scale.view(shape) + bias.to(acc).view(1, *shape[1:])
 
 
 def _centred(x: Tensor) -> Tensor:
@@ -119,8 +127,16 @@ def _centred(x: Tensor) -> Tensor:
     return wide - centre if wide is x or torch.is_grad_enabled() else wide.sub_(centre)
 
 
-def _by_torch(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float) -> Tensor:
-    y = _normed(x, weight, bias, eps)
+def _by_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    layout: Layout | None = None,
+    statistics: Statistics | None = None,
+) -> Tensor:
+    y = _normed(x, weight, bias, eps, layout, [] if statistics is None else statistics)
     if residual is not None:
         y = y + residual if plain() else y.add_(residual)
     return silu(y, inplace=not torch.is_grad_enabled()).to(x.dtype)
@@ -182,29 +198,13 @@ def by_autograd(
     return [next(grads) if want else None for want in wants]
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float) -> Any:
-    from ndlightnet_kernels import instance_norm as kernels
-
-    return kernels.instance_norm_silu(x, weight, bias, residual, eps)
-
-
-def _forward_in_place(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float) -> None:
-    from ndlightnet_kernels import instance_norm as kernels
-
-    kernels.instance_norm_silu(x, weight, bias, residual, eps, out=x)
+def _overwrite(x: Tensor, *inputs: Any) -> None:
+    kernel("instance_norm", "instance_norm_silu", out=x)(x, *inputs)
 
 
 def _fake(x: Tensor, *_: Any) -> Any:
     mean = x.new_empty(x.shape[:2], dtype=torch.float32)
     return x.new_empty(x.shape), mean, torch.empty_like(mean)
-
-
-def _backward(
-    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, mean: Tensor, rstd: Tensor
-) -> Any:
-    from ndlightnet_kernels import instance_norm as kernels
-
-    return kernels.instance_norm_silu_backward(dout, x, weight, bias, residual, mean, rstd)
 
 
 def _backward_by_torch(
@@ -223,111 +223,69 @@ def _limits(x: Tensor, *_: Any, **__: Any) -> str:
 INPUTS = "Tensor weight, Tensor bias, Tensor? residual"
 _instance_norm = Operator(
     f"instance_norm_silu(Tensor x, {INPUTS}, float eps) -> (Tensor out, Tensor mean, Tensor rstd)",
-    _forward,
+    kernel("instance_norm", "instance_norm_silu"),
     _fake,
     Gradient(
         f"instance_norm_silu_backward(Tensor dout, Tensor x, {INPUTS}, Tensor mean, Tensor rstd) "
         "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
-        _backward,
+        kernel("instance_norm", "instance_norm_silu_backward"),
         again=_backward_by_torch,
     ),
     implementations=("torch", "triton"),
     limits=_limits,
 )
 _instance_norm_in_place = Operator(
-    f"instance_norm_silu_(Tensor(a!) x, {INPUTS}, float eps) -> ()", _forward_in_place, lambda *_: None
+    f"instance_norm_silu_(Tensor(a!) x, {INPUTS}, float eps) -> ()", _overwrite, lambda *_: None
 )
 
 
 # --------------------------------------------------------------- slabs, with the statistics of all
-def _slab_by_torch(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Layout, statistics: Statistics
-) -> Tensor:
-    y = _slab_normed(x, weight, bias, eps, layout, statistics)
-    return silu(y if residual is None else y + residual).to(x.dtype)
-
-
-def _slab_normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Layout, statistics: Statistics) -> Tensor:
-    """Return norm(x) * weight + bias in torch, unrounded."""
-    acc = accumulator(x)
-    dims, exact = tuple(range(2, x.ndim)), x.to(acc)
-    if not statistics:
-        cells = math.prod(x.shape[2:])
-        square, mean = torch.var_mean(exact, dims, correction=0)
-        statistics.append(_whole_statistics(mean, square * cells, cells, layout))
-    mean, variance = statistics[0]
-    shape = (*x.shape[:2], *[1] * len(dims))
-    scale = torch.rsqrt(variance + eps) * weight.to(acc)
-    return (exact - mean.view(shape)) * scale.view(shape) + bias.to(acc).view(1, *shape[1:])
-
-
-def _whole_statistics(mean: Tensor, squares: Tensor, cells: int, layout: Layout) -> tuple[Tensor, Tensor]:
+def _sample_statistics(mean: Tensor, squares: Tensor, cells: int, layout: Layout) -> tuple[Tensor, Tensor]:
     """Return mean and variance of all slabs' cells, from the mean of this slab's cells and the sum
     of their squared deviations. Sums of squares in float64: a mean far from 0 costs no digits."""
     exact = finest(mean.device)
-    own, size = mean.to(exact), layout.whole.length
-    sums = layout.total(torch.stack([own * cells, squares.to(exact) + own * own * cells], 1))
-    whole = sums[:, 0] / size
-    variance = (sums[:, 1] / size - whole * whole).clamp(min=0)
-    return whole.to(mean.dtype), variance.to(mean.dtype)
+    slab_mean, size = mean.to(exact), layout.whole.length
+    sums = layout.total(torch.stack([slab_mean * cells, squares.to(exact) + slab_mean * slab_mean * cells], 1))
+    total_mean = sums[:, 0] / size
+    variance = (sums[:, 1] / size - total_mean * total_mean).clamp(min=0)
+    return total_mean.to(mean.dtype), variance.to(mean.dtype)
 
 
 class _SlabKernels(torch.autograd.Function):
     """By the kernels of one process, with an exchange between sums and what is done with them."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        residual: Tensor | None,
-        eps: float,
-        layout: Layout,
-        statistics: Statistics,
-    ) -> Tensor:
-        out, mean, rstd = _slab_by_kernels(x, weight, bias, residual, eps, layout, statistics)
-        ctx.save_for_backward(x, weight, bias, residual, mean, rstd)
-        ctx.layout, ctx.eps = layout, eps
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        out, mean, rstd = _slab_by_kernels(*inputs[:5], layout=inputs[5], statistics=inputs[6])
+        ctx.save_for_backward(*inputs[:4], mean, rstd)
+        ctx.eps, ctx.layout, _ = inputs[4:]
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        from ndlightnet_kernels import instance_norm as kernels
-
         saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
         layout, cells = ctx.layout, math.prod(saved[0].shape[2:])
         if torch.is_grad_enabled():  # for a second derivative
-            wants, again = ctx.needs_input_grad[:4], partial(_slab_by_torch, layout=layout, statistics=[])
+            wants, again = ctx.needs_input_grad[:4], partial(_by_torch, layout=layout)
             return *by_autograd(dout, saved[:4], ctx.eps, wants, True, again), None, None, None
 
-        def of_whole(sums: Tensor) -> Tensor:
+        def of_sample(sums: Tensor) -> Tensor:
             return layout.total(sums) * (cells / layout.whole.length)
 
-        inputs: tuple[Any, ...] = (dout, *saved, of_whole)
-        grads = kernels.instance_norm_silu_backward(*inputs)
+        grads = kernel("instance_norm", "instance_norm_silu_backward")(dout, *saved, of_sample)
         return *grads, None, None, None
 
 
 def _slab_by_kernels(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    eps: float,
-    layout: Layout,
-    statistics: Statistics,
-    out: Tensor | None = None,
+    x: Tensor, *inputs: Any, layout: Layout, statistics: Statistics, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result, which may be written to `out`, and mean and 1 / deviation of the whole."""
-    from ndlightnet_kernels import instance_norm as kernels
+    """Return the result, which may be written to `out`, and mean and 1 / deviation of the sample."""
 
-    cells = math.prod(x.shape[2:])
-
-    def of_whole(mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    def of_sample(mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
         if not statistics:
-            statistics.append(_whole_statistics(mean, squares, cells, layout))
+            statistics.append(_sample_statistics(mean, squares, math.prod(x.shape[2:]), layout))
         return statistics[0]
 
-    options: Any = {"out": out, "of_whole": of_whole}
-    return kernels.instance_norm_silu(x, weight, bias, residual, eps, **options)
+    run = kernel("instance_norm", "instance_norm_silu", out=out, of_whole=of_sample)
+    result: tuple[Tensor, Tensor, Tensor] = run(x, *inputs)
+    return result

@@ -76,11 +76,10 @@ def amounts(basis: Tensor, mean: Tensor) -> Tensor:
 def memory_read(q: Tensor, basis: Tensor, h: Tensor, scale: float | None = None) -> Tensor:
     """Read orthogonal memories with queries (LAVO, section 3.1).
 
-    q: (batch, length, heads, dim). basis: (heads, memories, dim). h: H of the contexts (batch,
-    groups, heads, memories), see `amounts`; groups divides length, and the first length / groups
-    queries read the first memory, the next ones the second ... scale: default dim ** -0.5. The
-    result has the shape and dtype of q; an H of 0 (no tokens) is read as 0. Raises ValueError where
-    shapes do not fit.
+    q: (batch, length, heads, dim). basis: (heads, memories, dim). h: H of the contexts (batch, groups, heads,
+    memories), see `amounts`; groups divides length, and the first length / groups queries read the first memory, the
+    next ones the second ... scale: default dim ** -0.5. The result has the shape and dtype of q; an H of 0 (no tokens)
+    is read as 0. Raises ValueError where shapes do not fit.
     """
     batch, length, heads, dim = q.shape
     groups = h.shape[1]
@@ -123,10 +122,9 @@ def past_means(
     """Return, for every frame, the mean over all tokens of earlier windows of frames.
 
     x: (batch, frames, tokens, heads, dim). window: frames in a window; frame f is in window
-    f // window and gets the mean over the windows before that one. None: the mean over all
-    frames up to itself. mask: bool (batch, frames, tokens), False = padding, which does not count.
-    A mean over no tokens is 0, and leading frames of padding are in no window. past: WindowSums of
-    the frames before the first one, which had no padding.
+    f // window and gets the mean over the windows before that one. None: the mean over all frames up to itself. mask:
+    bool (batch, frames, tokens), False = padding, which does not count. A mean over no tokens is 0, and leading frames
+    of padding are in no window. past: WindowSums of the frames before the first one, which had no padding.
 
     Returns means (batch, frames, heads, dim) and WindowSums, both in float32 at least.
     """

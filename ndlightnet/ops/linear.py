@@ -1,6 +1,5 @@
-"""Linear attention: y_t = sum_s (q_t . k_s) v_s, over all tokens or causal along the frames of a
-grid, where q and k are features of queries and keys; with a denominator y_t is divided by
-sum_s q_t . k_s.
+"""Linear attention: y_t = sum_s (q_t . k_s) v_s, over all tokens or causal along the frames of a grid, where q and k
+are features of queries and keys; with a denominator y_t is divided by sum_s q_t . k_s.
 
 q, k (batch, length, heads, dim), v (batch, length, heads, value_dim). Sums are float32 (float64 for
 float64 inputs), outputs have v's dtype.

@@ -1,10 +1,9 @@
 """Local softmax attention on a grid of any number of axes: each token reads its neighbourhood.
 
-With windows w_a, token i reads the tokens j with |j_a - i_a| < w_a on every axis. The causal form
-requires j_0 <= i_0 on the first axis; with one axis it reads the last w tokens, itself included.
-Queries are cut into tiles, which attend to their keys and a halo of w_a - 1 tokens; all tiles share
-one call of torch's scaled_dot_product_attention. On one axis torch's flash attention has a sliding
-window of its own, which runs where it can (`flash_support`).
+With windows w_a, token i reads the tokens j with |j_a - i_a| < w_a on every axis. The causal form requires j_0 <= i_0
+on the first axis; with one axis it reads the last w tokens, itself included. Queries are cut into tiles, which attend
+to their keys and a halo of w_a - 1 tokens; all tiles share one call of torch's scaled_dot_product_attention. On one
+axis torch's flash attention has a sliding window of its own, which runs where it can (`flash_support`).
 """
 
 from __future__ import annotations
@@ -37,6 +36,15 @@ class _Tiling(NamedTuple):
     lead: int
 
 
+class _Neighbourhood(NamedTuple):
+    """Which keys a query reads, and with what bias: of each axis the tiling, the window and the table, or no tables."""
+
+    tilings: Sequence[_Tiling]
+    windows: Sequence[int]
+    tables: Sequence[Tensor]
+    causal: bool
+
+
 def _tiling(n: int, window: int, past: int, causal: bool, ndim: int) -> _Tiling:
     """Return the tiling of the keys along an axis of n queries, with `past` keys before them."""
     halo = window - 1
@@ -62,8 +70,7 @@ def _tiles(x: Tensor, tilings: Sequence[_Tiling], past: int = 0) -> Tensor:
 
 
 def _untile(x: Tensor, tilings: Sequence[_Tiling], shape: Sequence[int]) -> Tensor:
-    """Invert `_tiles` without a halo: `(batch, tiles, heads, tokens, c)` -> `(batch, *grid, heads,
-    c)`."""
+    """Invert `_tiles` without a halo: `(batch, tiles, heads, tokens, c)` -> `(batch, *grid, heads, c)`."""
     ndim = len(tilings)
     x = x.unflatten(3, [tiling.size for tiling in tilings]).unflatten(1, [tiling.tiles for tiling in tilings])
     pairs = [d for axis in range(ndim) for d in (1 + axis, 2 + ndim + axis)]
@@ -74,11 +81,10 @@ def _untile(x: Tensor, tilings: Sequence[_Tiling], shape: Sequence[int]) -> Tens
     return x
 
 
-def _band(
-    q: Tensor, tilings: Sequence[_Tiling], windows: Sequence[int], tables: Sequence[Tensor], causal: bool
-) -> Tensor:
+def _band(q: Tensor, around: _Neighbourhood) -> Tensor:
     """Return what is added to the scores of every tile: the bias, or -inf outside the
     neighbourhood; (heads or 1, queries of a tile, keys of a tile)."""
+    tilings, windows, tables, causal = around
     ndim, total = len(tilings), q.new_zeros(1)
     for axis, (tiling, window) in enumerate(zip(tilings, windows, strict=True)):
         at = torch.arange(tiling.size, device=q.device) - tiling.lead
@@ -98,18 +104,9 @@ def _band(
     return total.flatten(1, ndim).flatten(2)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    tilings: Sequence[_Tiling],
-    windows: Sequence[int],
-    tables: Sequence[Tensor],
-    causal: bool,
-    scale: float,
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, around: _Neighbourhood, scale: float) -> Tensor:
     """Attend in all tiles at once."""
+    tilings = around.tilings
     shape, dim, past = q.shape[1:-2], q.shape[-1], k.shape[1] - q.shape[1]
     query_tilings = [_Tiling(tiling.tiles, tiling.step, tiling.step, 0) for tiling in tilings]
     present = k.new_ones(1, *k.shape[1:-2], 1, 1)
@@ -125,7 +122,7 @@ def _attend(
     key = torch.cat([pad(key, (0, zeros)), absent.expand(*key.shape[:-1], 1)], -1)
     one = query.new_ones(()).expand(*query.shape[:-1], 1)
     query = torch.cat([pad(query * scale, (0, zeros)), one], -1)
-    band = _band(q, tilings, windows, tables, causal)
+    band = _band(q, around)
     y = softmax_attention(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), attn_mask=band[None], scale=1.0)
     return _untile(y.unflatten(0, query.shape[:2]), query_tilings, shape)
 
@@ -248,7 +245,7 @@ def local_attention(
         _tiling(n, w, past if axis == 0 else 0, causal and axis == 0, ndim)
         for axis, (n, w) in enumerate(zip(shape, windows, strict=True))
     ]
-    inputs = (q, k, v, mask, tilings, windows, tables, causal, scale)
+    inputs = (q, k, v, mask, _Neighbourhood(tilings, windows, tables, causal), scale)
     copies = 1.0
     for tiling, n in zip(tilings, k.shape[1:-2], strict=True):
         copies *= tiling.tiles * tiling.size / n

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, silu
 
-from ndlightnet.ops._operator import Gradient, Operator
+from ndlightnet.ops._operator import Gradient, Operator, kernel
 from ndlightnet.ops.dispatch import Impl, resolve
 
 MOST_ROW = 4096  # channels of a token
@@ -38,30 +38,9 @@ def norm_gate(
     return out if local is None else out + silu(local)
 
 
-def _forward(y: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None, eps: float) -> Any:
-    from ndlightnet_kernels import gate as kernels
-
-    return kernels.norm_gate(y, gate, weight, bias, local, eps)
-
-
 def _fake(y: Tensor, *_: Any) -> Any:
     mean = y.new_empty(y.shape[:-1], dtype=torch.float32)
     return y.new_empty(y.shape), mean, torch.empty_like(mean)
-
-
-def _backward(
-    dout: Tensor,
-    y: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    local: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-) -> Any:
-    from ndlightnet_kernels import gate as kernels
-
-    return kernels.norm_gate_backward(dout, y, gate, weight, bias, local, mean, rstd)
 
 
 def _limits(y: Tensor, *_: Any, **__: Any) -> str:
@@ -71,12 +50,12 @@ def _limits(y: Tensor, *_: Any, **__: Any) -> str:
 INPUTS = "Tensor y, Tensor gate, Tensor weight, Tensor bias, Tensor? local"
 _norm_gate = Operator(
     f"norm_gate({INPUTS}, float eps) -> (Tensor out, Tensor mean, Tensor rstd)",
-    _forward,
+    kernel("gate", "norm_gate"),
     _fake,
     Gradient(
         f"norm_gate_backward(Tensor dout, {INPUTS}, Tensor mean, Tensor rstd) "
         "-> (Tensor dy, Tensor dgate, Tensor dweight, Tensor dbias, Tensor dlocal)",
-        _backward,
+        kernel("gate", "norm_gate_backward"),
     ),
     implementations=("torch", "triton", "reference"),  # the torch form is the specification
     limits=_limits,

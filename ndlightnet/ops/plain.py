@@ -28,8 +28,7 @@ def plain() -> bool:
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Run torch's scaled_dot_product_attention, in transforms by the form that has a derivative in
-    forward mode."""
+    """Run torch's scaled_dot_product_attention, in transforms by the form that has a derivative in forward mode."""
     if not transformed():
         return scaled_dot_product_attention(q, k, v, **options)
     from torch.nn.attention import SDPBackend, sdpa_kernel

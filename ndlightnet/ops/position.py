@@ -1,8 +1,7 @@
 """MD-LRPE: linearised relative position encoding on a grid of any number of axes.
 
-A channel's angle is coordinate x frequency. The frequency slots are split into one group per axis,
-so a score depends only on the offset vector between two tokens (LightNet, Eq. 12 and 14, real
-part).
+A channel's angle is coordinate x frequency. The frequency slots are split into one group per axis, so a score depends
+only on the offset vector between two tokens (LightNet, Eq. 12 and 14, real part).
 
 Both kinds share one memory layout: a key p enters as [p cos, p sin], a query reads with [a, b]:
   cosine:  a = x cos,  b = x sin            sum_j x_j p_j cos(offset * theta_j); slots = dim
@@ -105,29 +104,29 @@ def tables(position: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Te
             return first
         return first.to(theta.device).reshape(1, -1) if rowwise else first.to(theta.device)
 
-    parts, front = [], []
+    angles, front = [], []
     split = theta.to(finest(theta.device)).split(groups(slots, grid.ndim), dim=-1)
-    for axis, part in enumerate(split):
+    for axis, group in enumerate(split):
         origin = row(position.origin[axis]) if position.origin else None
         coordinate = torch.arange(grid.shape[axis], device=theta.device)
         coordinate = coordinate[:, None] if rowwise else coordinate
         coordinate = coordinate + row(offset[axis])  # (n, batch or 1) or (n,)
-        parts.append(_angles(coordinate, origin, part))
-        front.append(_angles(coordinate.new_zeros(1, *coordinate.shape[1:]), origin, part))
+        angles.append(_angles(coordinate, origin, group))
+        front.append(_angles(coordinate.new_zeros(1, *coordinate.shape[1:]), origin, group))
 
     def over_grid(function: Callable[[Tensor], Tensor]) -> Tensor:
-        angles = [grid.spread(function(p).to(dtype), axis) for axis, p in enumerate(parts)]
-        prefix_angles = [function(p).to(dtype) for p in front]
+        values = [grid.spread(function(x).to(dtype), axis) for axis, x in enumerate(angles)]
+        in_front = [function(x).to(dtype) for x in front]
         if rowwise:
             rows = rowwise[0].shape[0]
-            angles = [x.expand(*grid.shape, rows, *x.shape[-2:]).movedim(-3, 0) for x in angles]
-            prefix_angles = [x.expand(1, rows, *x.shape[-2:]).movedim(-3, 0) for x in prefix_angles]
-        lead = angles[0].shape[: 1 if rowwise else 0]
-        whole = torch.cat(angles, dim=-1).reshape(*lead, grid.length, theta.shape[0], slots)
+            values = [x.expand(*grid.shape, rows, *x.shape[-2:]).movedim(-3, 0) for x in values]
+            in_front = [x.expand(1, rows, *x.shape[-2:]).movedim(-3, 0) for x in in_front]
+        lead = values[0].shape[: 1 if rowwise else 0]
+        table = torch.cat(values, dim=-1).reshape(*lead, grid.length, theta.shape[0], slots)
         if position.prefix == 0:
-            return whole
-        still = torch.cat(prefix_angles, dim=-1).expand(*lead, position.prefix, theta.shape[0], slots)
-        return torch.cat([still, whole], dim=-3)
+            return table
+        still = torch.cat(in_front, dim=-1).expand(*lead, position.prefix, theta.shape[0], slots)
+        return torch.cat([still, table], dim=-3)
 
     cos, sin = over_grid(torch.cos), over_grid(torch.sin)
     if position.kind == "rotary":
@@ -137,23 +136,22 @@ def tables(position: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Te
     return cos, sin
 
 
-def _angles(coordinate: Tensor, origin: int | Tensor | None, part: Tensor) -> Tensor:
-    """Return coordinate * part in part's dtype; in the gradient coordinates count from `origin`."""
+def _angles(coordinate: Tensor, origin: int | Tensor | None, theta: Tensor) -> Tensor:
+    """Return coordinate * theta in its dtype; in the gradient coordinates count from `origin`."""
     if origin is None:
-        return coordinate.to(part.dtype)[..., None, None] * part
-    fixed = part.detach()
-    count = (coordinate - origin).to(part.dtype)[..., None, None]
-    return coordinate.to(part.dtype)[..., None, None] * fixed + count * (part - fixed)
+        return coordinate.to(theta.dtype)[..., None, None] * theta
+    fixed = theta.detach()
+    count = (coordinate - origin).to(theta.dtype)[..., None, None]
+    return coordinate.to(theta.dtype)[..., None, None] * fixed + count * (theta - fixed)
 
 
 def relative(position: Position | None) -> Position | None:
     """Set the origin to the offset, for an operator that rotates queries and keys alike.
 
-    The gradient of theta is the sum over queries and keys of coordinate x angle gradient. All
-    angle gradients add up to those of the angles in the States before and after (0 without States),
-    a sum that float32 does not give to the digits that a large coordinate needs. So here
-    coordinates count from the origin, and `offset_gradient` adds origin x those of the States.
-    Coordinates of a slab are no larger than those of the whole, and stay.
+    The gradient of theta is the sum over queries and keys of coordinate x angle gradient. All angle gradients add up to
+    those of the angles in the States before and after (0 without States), a sum that float32 does not give to the
+    digits that a large coordinate needs. So here coordinates count from the origin, and `offset_gradient` adds origin x
+    those of the States. Coordinates of a slab are no larger than those of the whole, and stay.
     """
     offset = None if position is None else offset_of(position)
     if position is None or offset is None or plain():  # _OffsetGradient is not plain

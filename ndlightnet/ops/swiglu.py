@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ndlightnet.ops._operator import Gradient, Operator
+from ndlightnet.ops._operator import Gradient, Operator, kernel
 from ndlightnet.ops.dispatch import Impl, resolve
 
 
@@ -27,30 +27,19 @@ def _by_torch(x: Tensor) -> Tensor:
     return silu(gate) * up
 
 
-def _forward(x: Tensor) -> Tensor:
-    from ndlightnet_kernels import swiglu as kernels
-
-    return kernels.swiglu(x)
-
-
-def _fake(x: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-
-
-def _backward(dout: Tensor, x: Tensor) -> tuple[Tensor]:
-    from ndlightnet_kernels import swiglu as kernels
-
-    return (kernels.swiglu_backward(dout, x),)
-
-
 def _backward_by_torch(needed: Any, dout: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(_by_torch(x), x, dout, create_graph=True)
 
 
+_gradient = kernel("swiglu", "swiglu_backward")
 _swiglu = Operator(
     "swiglu(Tensor x) -> Tensor out",
-    _forward,
-    _fake,
-    Gradient("swiglu_backward(Tensor dout, Tensor x) -> Tensor dx", _backward, again=_backward_by_torch),
+    kernel("swiglu", "swiglu"),
+    lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+    Gradient(
+        "swiglu_backward(Tensor dout, Tensor x) -> Tensor dx",
+        lambda *inputs: (_gradient(*inputs),),
+        again=_backward_by_torch,
+    ),
     implementations=("torch", "triton"),
 )

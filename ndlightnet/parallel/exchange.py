@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout.base import Future
+from ndlightnet.layout.abstract import Future
 from ndlightnet.parallel.copies import copy
 
 
@@ -29,10 +29,9 @@ class Exchange(ABC):
 
     @abstractmethod
     def all_to_all(self, sends: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Future:
-        """Send slab i the tensor sends[i], and receive from slab i one of shapes[i]. All slabs call
-        this equally often, in one order, with tensors of one dtype. The gradients of what is
-        received go back, so all slabs use something of it or none does; the gradient of what a slab
-        does not use is zero."""
+        """Send slab i the tensor sends[i], and receive from slab i one of shapes[i]. All slabs call this equally often,
+        in one order, with tensors of one dtype. The gradients of what is received go back, so all slabs use something
+        of it or none does; the gradient of what a slab does not use is zero."""
 
     def all_gather(self, x: Tensor) -> Future:
         """Send x to all slabs, and receive one of the same shape from each."""
@@ -46,8 +45,7 @@ class Exchange(ABC):
 
 @dataclass
 class _Transfer:
-    """received: where what all processes send to this one will be. sent: kept until then. work: the
-    collective."""
+    """received: where what all processes send to this one will be. sent: kept until then. work: the collective."""
 
     processes: Processes
     received: list[Tensor]
@@ -95,8 +93,7 @@ class Processes(Exchange):
         return _Transfer(self, self._received(out, sends, shapes), flat, work)
 
     def all_to_all_single(self, flat: Tensor, received: list[int], sent: list[int]) -> tuple[Tensor, Any]:
-        """Return where what all processes send to this one will be, one after the other, and what
-        waits for it."""
+        """Return where what all processes send to this one will be, one after the other, and what waits for it."""
         import torch.distributed as dist
 
         out = flat.new_empty(sum(received))
@@ -136,7 +133,7 @@ class Processes(Exchange):
 class _Route:
     """What the two nodes of an exchange share: transfers that are under way, there and back."""
 
-    there: _Transfer | None = None
+    forth: _Transfer | None = None
     back: _Transfer | None = None
 
 
@@ -148,7 +145,7 @@ class _Begin(torch.autograd.Function):
     def forward(
         ctx: Any, processes: Processes, shapes: Sequence[Sequence[int]], route: _Route, *sends: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.route, route.there = route, processes.begin(sends, shapes)
+        ctx.route, route.forth = route, processes.begin(sends, shapes)
         return tuple(x.view_as(x) for x in sends)  # the gradients of `_Arrive` have their shapes
 
     @staticmethod
@@ -163,9 +160,9 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, processes: Processes, route: _Route, *sends: Tensor) -> tuple[Tensor, ...]:
         ctx.processes, ctx.route, ctx.shapes = processes, route, [x.shape for x in sends]
-        there, route.there = route.there, None
-        assert there is not None
-        return tuple(x.view_as(x) for x in there.wait())
+        transfer, route.forth = route.forth, None
+        assert transfer is not None
+        return tuple(x.view_as(x) for x in transfer.wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

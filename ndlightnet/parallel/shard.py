@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.layout import Grid, Ragged
-from ndlightnet.layout.base import Shape, check_integers
+from ndlightnet.layout.abstract import Shape, check_integers
 from ndlightnet.parallel.exchange import Exchange, Processes
 from ndlightnet.parallel.slab import Slab, SlabPack, carried_sizes, carry_sizes
 

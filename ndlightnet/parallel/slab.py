@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.layout import Grid, Layout, Ragged
-from ndlightnet.layout.base import Future, Shape
+from ndlightnet.layout.abstract import Future, Shape
 from ndlightnet.parallel.copies import cat, copy, split
 from ndlightnet.parallel.exchange import Exchange
 
@@ -127,12 +127,12 @@ class Slab(Grid):
             raise ValueError("state: expected None where the first axis is split")
         if window == 1:  # no frame sees another
             return None
-        own = after()
-        kind, states = type(own), self._gathered(own)
+        state = after()
+        kind, states = type(state), self._gathered(state)
         # An empty slice of what all slabs sent belongs to the graph of each: else the others would
         # wait for its gradient. A product with 0 would read what lies behind, and 0 * NaN is NaN.
         unused = sum(x[:0].sum() for x in states[1:])
-        top, *rest = (torch.zeros_like(x) for x in own)
+        top, *rest = (torch.zeros_like(x) for x in state)
         earlier = [kind(top - torch.inf, *(x + unused for x in rest))]
         for i in range(self.rank):
             one = kind(*(x[i] for x in states)).decayed(sum(self.sizes[i + 1 : self.rank]), forget)
@@ -192,9 +192,9 @@ class Slab(Grid):
         masks = None
         if mask is not None:
             masks = self.exchange.all_to_all([mask] * len(lengths), [(len(x), n) for n in lengths])
-        whole, keep = self.whole, None if masks is None else self._joined(masks())
-        y = function(whole, slice(start, start + width), self._joined(lines()), keep)
-        slabs = [slab.flatten(1, self.ndim) for slab in split(whole.unflatten(y), self.sizes, 1 + self.axis)]
+        grid, keep = self.whole, None if masks is None else self._joined(masks())
+        y = function(grid, slice(start, start + width), self._joined(lines()), keep)
+        slabs = [slab.flatten(1, self.ndim) for slab in split(grid.unflatten(y), self.sizes, 1 + self.axis)]
         received = self.exchange.all_to_all(slabs, [(len(x), self.length, width) for width in widths])
         return cat(received(), -1)
 
@@ -206,8 +206,7 @@ class Slab(Grid):
 
 
 class SlabPack(Ragged):
-    """Slabs of samples of different shapes, end to end in one row. Layers take one sample after the
-    other."""
+    """Slabs of samples of different shapes, end to end in one row. Layers take one sample after the other."""
 
     shared, joint = True, False
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout.base import Future
+from ndlightnet.layout.abstract import Future
 from ndlightnet.parallel.exchange import Exchange
 from ndlightnet.parallel.slab import Slab
 
@@ -97,8 +97,7 @@ class Sweeper:
         return Slab(tuple(space), axis=self.axis, sizes=self.sizes, exchange=exchange)
 
     def cut(self, volume: Tensor) -> list[Any]:
-        """Return the slabs of a volume: copies in pinned memory for a GPU, unless files are used to
-        save memory."""
+        """Return the slabs of a volume: copies in pinned memory for a GPU, unless files are used to save memory."""
         slabs = volume.split(self.sizes, 2 + self.axis)
         if self.copies is None or self.folder is not None or volume.device.type != "cpu":
             return list(slabs)
@@ -154,8 +153,7 @@ class Sweeper:
         return volume
 
     def _loaded(self, inputs: Sequence[Slabs]) -> Iterator[list[Tensor]]:
-        """Yield the inputs of each slab on the device; what the next slab needs is copied
-        meanwhile."""
+        """Yield the inputs of each slab on the device; what the next slab needs is copied meanwhile."""
         ahead = self._copied(inputs, 0)
         for rank in range(self.count):
             tensors, copied = ahead

@@ -105,7 +105,7 @@ def test_equal_cells_are_mapped_to_the_bias(value, monkeypatch):
 
         def of_two(mean, squares, size=size):
             layout = Slab((size,), sizes=(size, size), exchange=Twice())
-            return instance_norm._whole_statistics(mean, squares, size, layout)
+            return instance_norm._sample_statistics(mean, squares, size, layout)
 
         for of_whole in (None, of_two):
             how = {"of_whole": of_whole}

@@ -15,7 +15,7 @@ from torch import Tensor
 from ndlightnet.layout import Boxes, Grid, Layout, Ragged
 from ndlightnet.parallel import Slab, SlabPack
 
-from .threads import Threads, on_threads
+from .slab_threads import Threads, on_threads
 
 Samples = list[Tensor]
 
@@ -145,7 +145,7 @@ def _slabs(shape: tuple[int, ...], axis: int, sizes: tuple[int, ...]) -> Slabs:
 
 
 GRIDS = [Arrangement(f"grid {shape}", (shape, shape)) for shape in ((7,), (4, 3), (3, 1, 5), (2, 3, 2, 2))]
-PACKS = [Pack("pack, 1 axis", ((7,), (1,), (20,))), Pack("pack, 3 axes", ((3, 4, 2), (1, 2, 5), (4, 1, 1)))]
+PACKS = [Pack("pack, 1 axis", ((7,), (1,), (0,), (20,))), Pack("pack, 3 axes", ((3, 4, 2), (1, 2, 5), (4, 1, 1)))]
 SLABS = [
     _slabs((9,), 0, (2, 1, 6)),
     _slabs((5, 4), 0, (3, 2)),

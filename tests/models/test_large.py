@@ -10,7 +10,7 @@ from ndlightnet import NDLightNet, NDLightUNet, mixers
 from ndlightnet.nn.convolutional import ConvBlock
 from ndlightnet.parallel import split_sizes
 from ndlightnet.parallel.turns import Sweeper, Turns
-from tests.parallel.cases import CASES, CAUSAL, features_beside_nan
+from tests.parallel.sharded_networks import CASES, CAUSAL, features_beside_nan
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 

@@ -34,15 +34,17 @@ def weights(shape, window=None, forget=0.0):
     frame = torch.arange(torch.Size(shape).numel()) * shape[0] // torch.Size(shape).numel()
     age = (frame[:, None] - frame).double()
     see = (age >= 0) & (age < (window or shape[0]))
-    fade = torch.as_tensor(per_head(forget), dtype=torch.float64).expand(2)
-    return see[..., None] * torch.exp(-age.clamp(min=0)[..., None] * fade)
+    rates = torch.as_tensor(per_head(forget), dtype=torch.float64).expand(2)
+    return see[..., None] * torch.exp(-age.clamp(min=0)[..., None] * rates)
 
 
-def angles(shape, theta):
-    """(length, heads, dim) by hand: consecutive groups of channels, one per axis (maths.md 6.2)."""
-    place = torch.tensor(list(itertools.product(*map(range, shape))), dtype=theta.dtype)
-    parts = torch.tensor_split(theta, len(shape), dim=-1)
-    return torch.cat([place[:, a, None, None] * part for a, part in enumerate(parts)], -1)
+def angles(shape, theta, start=None, prefix=0):
+    """(prefix + length, heads, slots) by hand: consecutive groups of slots, one per axis (maths.md 6.2)."""
+    place = torch.tensor(list(itertools.product(*map(range, shape))), dtype=torch.float64)
+    place = place + torch.tensor(start or [0] * len(shape), dtype=torch.float64)
+    groups = torch.tensor_split(theta.double(), len(shape), dim=-1)
+    grid = torch.cat([place[:, a, None, None] * group for a, group in enumerate(groups)], -1)
+    return torch.cat([grid.new_zeros(prefix, *grid.shape[1:]), grid])
 
 
 def whole(state):

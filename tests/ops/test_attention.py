@@ -8,15 +8,14 @@ from torch.autograd import grad
 
 from ndlightnet.ops import State, attention_step, causal_attention, global_attention, merge, read, summarize
 
+from . import framed
+
 LENGTHS = (1, 7, 63, 64, 65, 130)
 
 
-def sample(length, heads=2, dim=5, value_dim=3, batch=2, dtype=torch.float64, grads=False):
-    """q, k, v with odd dims; keys are wide, so that the decay matters."""
-    q, k = (torch.randn(batch, length, heads, dim, dtype=dtype) for _ in "qk")
-    v = torch.randn(batch, length, heads, value_dim, dtype=dtype)
-    q, k, v = q, 2 * k, v
-    return [x.requires_grad_(grads) for x in (q, k, v)]
+def sample(length, grads=False, **sizes):
+    """q, k, v with odd dims"""
+    return framed.sample((length,), grads=grads, **sizes)[:3]
 
 
 def form(causal):
@@ -96,17 +95,14 @@ def decode(q, k, v):
 
 
 @pytest.mark.parametrize("length", [1, 9, 66])
-def test_step_loop_is_the_causal_form(dense, close, length):
-    inputs = sample(length)
+def test_step_loop_is_the_causal_form(dense, close, close_grads, length):
+    inputs = sample(length, grads=True)
     actual, state = decode(*inputs)
-    close(actual, dense(*inputs, causal=True), 1e-10)
+    expected = dense(*inputs, causal=True)
+    close(actual, expected, 1e-10)
+    close_grads(actual, expected, inputs, 1e-9)
     for a, b in zip(state, causal_attention(*inputs)[1], strict=True):
         close(a, b, 1e-10)
-
-
-def test_step_loop_has_the_gradients_of_the_causal_form(dense, close_grads):
-    inputs = sample(9, grads=True)
-    close_grads(decode(*inputs)[0], dense(*inputs, causal=True), inputs, 1e-9)
 
 
 def test_merge_streams_a_source_in_any_order(close):
@@ -120,46 +116,6 @@ def test_merge_streams_a_source_in_any_order(close):
     for way, name in itertools.product(ways, State._fields):
         close(getattr(way, name), getattr(whole, name), 1e-12)
     assert not any(x.isnan().any() for x in merge(empty, empty))
-
-
-def test_gradients_of_a_merge(close_grads):
-    k, v = sample(12, grads=True)[1:]
-    parts = merge(summarize(k[:, :5], v[:, :5]), summarize(k[:, 5:], v[:, 5:]))
-    whole = summarize(k, v)
-    close_grads(parts[1:], whole[1:], (k, v), 1e-10)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_shift_of_the_keys_changes_nothing(close, causal):
-    q, k, v = sample(70)
-    shift = 300 * torch.randn(1, 1, 2, 5, dtype=torch.float64)
-    close(form(causal)(q, k + shift, v), form(causal)(q, k, v), 1e-10)
-
-
-def test_the_order_of_a_source_does_not_matter(close):
-    q, k, v = sample(33)
-    p = torch.randperm(33)
-    close(read(q, summarize(k[:, p], v[:, p])), global_attention(q, k, v), 1e-11)
-    close(global_attention(q[:, p], k[:, p], v[:, p]), global_attention(q, k, v)[:, p], 1e-11)
-    causal = form(True)
-    assert not torch.allclose(causal(q, k[:, p], v[:, p]), causal(q, k, v))
-
-
-def test_memory_is_a_convex_combination_of_the_values():
-    _, k, v = sample(130)
-    for state in (summarize(k, v), causal_attention(k, k, v)[1]):
-        m = state.memory / state.sum[..., None]
-        assert (m <= v.amax(1)[:, :, None] + 1e-12).all()
-        assert (m >= v.amin(1)[:, :, None] - 1e-12).all()
-        assert (state.sum >= 1).all() and (state.sum <= 130).all()
-
-
-def test_equal_keys_give_the_running_mean(close):
-    q, k, v = sample(100)
-    count = torch.arange(1, 101, dtype=torch.float64)[:, None, None]
-    phi = torch.nn.functional.silu(q).sum(-1, keepdim=True)
-    close(causal_attention(q, 0 * k, v)[0], phi * v.cumsum(1) / count, 1e-11)
-    close(global_attention(q, 0 * k + 7, v), phi * v.mean(1, keepdim=True), 1e-11)
 
 
 @pytest.mark.parametrize("t", [0, 6, 63, 64, 100])

@@ -5,7 +5,6 @@ import torch
 
 from ndlightnet.layout import Grid
 from ndlightnet.ops import Position, causal_attention, dispatch, supported, tables
-from ndlightnet.ops.axis_scan import axis_scan
 
 
 @pytest.mark.parametrize("operation", dispatch.OPERATIONS)
@@ -26,17 +25,6 @@ def test_every_operation_has_a_torch_form_and_refuses_what_it_has_not(operation)
 def test_kernels_that_are_asked_about_have_to_exist():
     with pytest.raises(ValueError, match=r"operation='gated_delta_rule': expected one of .*summarize"):
         supported("gated_delta_rule", torch.zeros(1))
-
-
-@pytest.mark.parametrize("two_ways", [False, True])
-def test_the_reference_of_axis_scan(close, two_ways):
-    """A recurrence token by token, not the chunks of the torch form."""
-    x, mask = torch.randn(2, 70, 3, 4).double(), torch.rand(2, 70, 3) < 0.8
-    coef, decay = torch.randn(2, 4, 3).double(), -torch.rand(2, 3).double()
-    back = (coef.flip(2), 2 * decay) if two_ways else None
-    run = [axis_scan(x, coef, decay, back, mask, impl=impl) for impl in ("torch", "reference")]
-    close(*run, 1e-12)
-    assert not torch.equal(*run)
 
 
 def test_an_offset_may_be_the_layouts(close):

@@ -1,5 +1,4 @@
-"""flash-linear-attention's kernels behind our functions, and ours beside its references, on a
-card."""
+"""flash-linear-attention's kernels behind our functions, and ours beside its references, on a card."""
 
 from functools import partial
 from importlib import import_module
@@ -150,13 +149,13 @@ def test_rwkv4_is_theirs(n):
     """In float32, outputs and gradients; their exponentials are approximate, 2^-22 a step."""
     xs = [torch.randn(2, n, 96, device="cuda") for _ in range(2)]
     xs += [torch.randn(96, device="cuda") for _ in range(2)]
-    found = []
+    results = []
     for run in (wkv.means, peers.fla_rwkv4):
         given = [x.clone().requires_grad_() for x in xs]
         y = run(*given)
         torch.manual_seed(1)
-        found.append((y, *torch.autograd.grad(y, given, torch.randn_like(y))))
-    for i, (a, b) in enumerate(zip(*found, strict=True)):
+        results.append((y, *torch.autograd.grad(y, given, torch.randn_like(y))))
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
         if b.norm() or a.norm():  # one token: its decay does nothing
             assert far(a.double(), b.double()) < n * 2**-22, i
 

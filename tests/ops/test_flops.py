@@ -54,8 +54,8 @@ def test_gradients_are_what_torch_multiplies():
     both = count(lambda: global_attention(q, k, v).sum().backward())
     x, y, z = (x.requires_grad_() for x in tensors(device="meta"))
     run = torch.ops.ndlightnet.global_attention
-    found = count(lambda: run(x, y, z, None, *NO_POSITION)[0].sum().backward())
-    assert found == both == 3 * 4 * BATCH * N * HEADS * D * E
+    actual = count(lambda: run(x, y, z, None, *NO_POSITION)[0].sum().backward())
+    assert actual == both == 3 * 4 * BATCH * N * HEADS * D * E
 
 
 def test_causal_attention_counts_on_a_cpu_too():

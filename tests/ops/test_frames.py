@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 
-from ndlightnet.ops import Position, State, causal_attention, global_attention, merge, summarize
+from ndlightnet.ops import State, merge, summarize
 from ndlightnet.ops.lightnet.frames import sliding_merge
 
 from .framed import HEADS, angles, attend, in_chunks, padding, per_head, sample, weights, whole
 
-GRIDS = ((7,), (4, 6), (5, 2, 3), (3, 2, 1, 4))
+GRIDS = ((7,), (1, 6), (4, 6), (5, 2, 3), (3, 2, 1, 4))
 grids = pytest.mark.parametrize("shape", GRIDS, ids=str)
 impls = pytest.mark.parametrize("impl", ["torch", "reference"])
 windows = pytest.mark.parametrize("window", [None, 1, 2, 3, 9])
@@ -34,39 +34,6 @@ def test_values_and_gradients_are_the_dense_ones(dense, close, close_grads, shap
         close_grads(actual, expected, leaves, 1e-9)
 
 
-@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
-@pytest.mark.parametrize("rotated", [False, True])
-def test_one_frame_is_the_global_form(close, close_grads, impl, rotated):
-    *inputs, theta = sample((1, 4, 6))
-    lrpe = theta if rotated else None
-    for options in ({}, {"window": 1}, {"forget": 2.0}):
-        actual, state = attend(*inputs, (1, 4, 6), position=lrpe, impl=impl, **options)
-        place = Position(theta, (1, 4, 6)) if rotated else None
-        expected = global_attention(*inputs, position=place)
-        close(actual, expected, 1e-11)
-        leaves = (*inputs, theta) if rotated else inputs
-        close_grads(actual, expected, leaves, 1e-10)
-        if "window" not in options:
-            for a, b in zip(state, summarize(*inputs[1:], position=place), strict=True):
-                close(a.detach(), b.detach(), 1e-11)
-
-
-@impls
-@pytest.mark.parametrize("shape", [(9,), (9, 1, 1)], ids=str)
-def test_frames_of_one_token_are_the_causal_form(close, close_grads, impl, shape):
-    """Also by the way that frames go: a window of all, and a forgetting of nothing."""
-    *inputs, theta = sample(shape)
-    mask, place = padding(shape), Position(theta, shape)
-    for options in ({}, {"window": 9}, {"window": 100}, {"forget": torch.zeros(2).double()}):
-        expected, last = causal_attention(*inputs, mask=mask, position=place)
-        actual, state = attend(*inputs, shape, mask=mask, position=theta, impl=impl, **options)
-        close(actual, expected, 1e-10)
-        close_grads(actual, expected, (*inputs, theta), 1e-9)
-        if "window" not in options:
-            for a, b in zip(whole(state), whole(last), strict=True):
-                close(a.detach(), b.detach(), 1e-10)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(5, 6), (70,), (5000, 2)], ids=str)
 @pytest.mark.parametrize("forget", [2e3, 1e6, 1e9, 1e300, (1e4, 3e38)], ids=str)
@@ -80,14 +47,6 @@ def test_a_strong_forgetting_is_a_window_of_one(close, close_grads, forget, shap
     close_grads(y, alone, inputs, rounding)
     later, _ = attend(*inputs, shape, state=state, forget=forget)
     close(later.detach(), alone.detach(), rounding)
-
-
-def test_the_order_of_a_frame_does_not_matter(close):
-    *inputs, _ = sample((4, 6), grads=False)
-    p = torch.randperm(6)
-    mixed = [x.unflatten(1, (4, 6))[:, :, p].flatten(1, 2) for x in inputs]
-    expected = attend(*inputs, (4, 6))[0].unflatten(1, (4, 6))[:, :, p].flatten(1, 2)
-    close(attend(*mixed, (4, 6))[0], expected, 1e-11)
 
 
 @impls

@@ -14,8 +14,8 @@ def test_gradients_of_both_orders(residual):
     weight, bias = torch.randn(2, 2, dtype=torch.float64, requires_grad=True).unbind()
     if residual:
         more = torch.randn(2, 3, 5, 2, dtype=torch.float64, requires_grad=True).movedim(-1, 1)
-    given = [y for y in (x, weight, bias, more) if y is not None]
-    assert gradcheck(instance_norm_silu, given) and gradgradcheck(instance_norm_silu, given)
+    inputs = [y for y in (x, weight, bias, more) if y is not None]
+    assert gradcheck(instance_norm_silu, inputs) and gradgradcheck(instance_norm_silu, inputs)
 
 
 def test_only_what_is_trained_gets_a_gradient():
@@ -57,10 +57,10 @@ def test_the_formula_is_what_autograd_finds(dtype, close):
     for kept in (range(4), (0,), (1, 3), (2,)):
         runs = []
         for form in (torch.contiguous_format, torch.channels_last):
-            given = [y.clone() for y in (x, weight, bias, more)]
-            given[0] = given[0].contiguous(memory_format=form)
-            wanted = [given[n].requires_grad_() for n in kept]
-            runs.append(torch.autograd.grad(instance_norm_silu(*given), wanted, pull))
+            inputs = [y.clone() for y in (x, weight, bias, more)]
+            inputs[0] = inputs[0].contiguous(memory_format=form)
+            wanted = [inputs[n].requires_grad_() for n in kept]
+            runs.append(torch.autograd.grad(instance_norm_silu(*inputs), wanted, pull))
         for a, b in zip(*runs, strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape
             close(a, b, max(1e-12, 3 * torch.finfo(dtype).eps))  # three roundings
@@ -75,13 +75,13 @@ def test_statistics_are_not_rounded_to_16_bits(form, dtype, mean):
     x = (x + mean).contiguous(memory_format=form)
     runs = []
     for to in (dtype, torch.float64):
-        given = [x.to(to), torch.ones(2, dtype=to), torch.zeros(2, dtype=to)]
-        given = [y.requires_grad_() for y in given]
-        y = instance_norm_silu(*given, impl="torch")
-        runs.append([y, *torch.autograd.grad(y, given, pull.to(to))])
-    for found, expected in zip(*runs, strict=True):
-        error = (found - expected).abs().max() / expected.abs().max()
-        assert found.dtype == dtype and error <= max(1e-5, torch.finfo(dtype).eps / 2)
+        inputs = [x.to(to), torch.ones(2, dtype=to), torch.zeros(2, dtype=to)]
+        inputs = [y.requires_grad_() for y in inputs]
+        y = instance_norm_silu(*inputs, impl="torch")
+        runs.append([y, *torch.autograd.grad(y, inputs, pull.to(to))])
+    for actual, expected in zip(*runs, strict=True):
+        error = (actual - expected).abs().max() / expected.abs().max()
+        assert actual.dtype == dtype and error <= max(1e-5, torch.finfo(dtype).eps / 2)
 
 
 def test_a_row_without_axes_is_a_single_cell():

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from torch.autograd import grad, gradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd import grad
 
 from ndlightnet.ops import lavo
 from ndlightnet.ops.lavo import amounts, past_means, token_mean
 from ndlightnet.ops.local import local_attention
+
+from .largest_tensor import LargestTensor
 
 
 def memory_read(q, basis, mean, scale=None):
@@ -47,53 +48,12 @@ def test_read_is_attention_to_the_memory(close, close_grads, length, groups, row
     close_grads(y, expected, inputs, 1e-12)
 
 
-def test_read_gradcheck():
-    for groups in (1, 2, 6):
-        assert gradcheck(memory_read, sample(6, groups, dim=3, rows=2, heads=1))
-
-
-def test_wrong_reads_are_far_off():
-    q, basis, mean = sample(12, 3)
-    y = memory_read(q, basis, mean)
-    h = torch.einsum("hrd,bghd->bghr", basis, mean).repeat_interleave(4, 1)
-    a = torch.einsum("hrd,blhd->blhr", basis, q)
-    w = (5**-0.5 * a * h).softmax(-1)
-    wrong = [
-        torch.einsum("blhr,hrd->blhd", w, basis),  # values without H
-        torch.einsum("blhr,hrd->blhd", (5**-0.5 * a).softmax(-1) * h, basis),  # scores without H
-        memory_read(q, basis, mean.flip(1)),
-        memory_read(q, basis, mean, 1.0),
-    ]
-    for other in wrong:
-        assert (y - other).abs().max() > 1e-2
-
-
-def test_sign_and_order_of_basis_vectors_do_not_matter(close):
-    q, basis, mean = sample(9, 3, rows=5)
-    signs = torch.tensor([1.0, -1, -1, 1, -1], dtype=q.dtype)[:, None]
-    close(memory_read(q, basis * signs, mean), memory_read(q, basis, mean), 1e-13)
-    close(memory_read(q, basis[:, [3, 1, 0, 4, 2]], mean), memory_read(q, basis, mean), 1e-13)
-
-
 def test_nothing_seen_is_read_as_zero():
     for dtype in (torch.float32, torch.bfloat16):
         q, basis, mean = sample(8, 4, dtype=torch.float32)
         y = memory_read(q.to(dtype), basis, 0 * mean)
         assert y.dtype == dtype and not y.any()
         assert all(g.isfinite().all() for g in grad(y.float().sum(), [q, basis, mean]))
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers in a tensor that is made."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return out
 
 
 def test_memory_is_linear_in_the_length():
@@ -104,10 +64,10 @@ def test_memory_is_linear_in_the_length():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()), lambda x: x):
         lavo.memory_read(q, basis, h)
     assert sum(kept) == q.numel() + basis.numel() + h.numel()
-    with Largest() as made:
+    with LargestTensor() as made:
         memory_read(q, basis, mean).square().sum().backward()
     assert made.numel == q.numel()
-    with Largest() as made:
+    with LargestTensor() as made:
         formed(q, basis, mean)
     assert made.numel == 16 * q.numel()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ndlightnet.layout import Grid, Ragged
+from ndlightnet.layout import Grid
 from ndlightnet.nn.local import LocalMixing
 from ndlightnet.ops import dense, local_mixing, local_mixing_step, star
 
@@ -37,34 +37,25 @@ def test_offsets():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("form", "radius"), FORMS)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_torch_form_matches_reference(form, radius, grid, causal):
+def test_torch_form_matches_reference(close, close_grads, form, radius, grid, causal):
     x, weight, offsets = case(form, radius, grid, causal)
-    pull = torch.randn_like(x)
-    found = []
-    for impl in ("torch", "reference"):
-        u = local_mixing(x, weight, offsets, impl=impl)
-        assert u.shape == x.shape
-        found.append((u, *torch.autograd.grad(u, (x, weight), pull)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    ours, theirs = (local_mixing(x, weight, offsets, impl=impl) for impl in ("torch", "reference"))
+    close(ours, theirs, 1e-12)
+    close_grads(ours, theirs, (x, weight), 1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("form", "radius", "grid"), [(star, 2, (5, 6)), (dense, 1, (5, 6)), (dense, 1, (3, 4, 5)), (star, 1, (3, 4, 5))]
 )
-def test_float32_matches_float64(form, radius, grid, causal):
+def test_float32_matches_float64(close_grads, form, radius, grid, causal):
     """On a CPU two axes, and the dense box on three, are a convolution of torch."""
     x, weight, offsets = case(form, radius, grid, causal)
-    pull = torch.randn_like(x)
-    u = local_mixing(x, weight, offsets)
-    exact = (u, *torch.autograd.grad(u, (x, weight), pull))
     low = [t.detach().float().requires_grad_() for t in (x, weight)]
-    u = local_mixing(*low, offsets)
-    found = (u, *torch.autograd.grad(u, low, pull.float()))
+    u, exact = local_mixing(*low, offsets), local_mixing(x, weight, offsets)
+    assert (u - exact).norm() <= 1e-6 * exact.norm()
     # sums of at most 27 products, or of all cells for the weights
-    for one, other in zip(found, exact, strict=True):
-        assert (one - other).norm() <= 1e-6 * other.norm()
+    close_grads(u, exact, low, 1e-6, other=(x, weight))
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
@@ -89,29 +80,14 @@ def test_gradients_of_gradients(grid):
     assert torch.autograd.gradgradcheck(run, (x, weight))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("impl", ["torch", "reference"])
-def test_samples_of_a_pack_do_not_see_each_other(impl, causal):
-    layout = Ragged([(3, 4), (1, 5), (2, 2), (0, 3), (4, 1)])
-    offsets = dense(2, 1, causal)
-    x = torch.randn(1, layout.length, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(len(offsets), 3, dtype=torch.float64, requires_grad=True)
-    u = local_mixing(x, weight, offsets, layout=layout, impl=impl)
-    alone = [local_mixing(part, weight, offsets, impl="reference").flatten(1, 2) for part in layout.split(x[0])]
-    pull = torch.randn_like(x)
-    found = [(y, *torch.autograd.grad(y, (x, weight), pull)) for y in (u, torch.cat(alone, 1))]
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
 def test_masked_tokens_count_as_zero():
     x, weight, offsets = case(star, 1, (4, 5))
     mask = torch.rand(2, 4, 5) > 0.3
-    given = x.detach().masked_fill(~mask[..., None], torch.nan).requires_grad_()
-    u = local_mixing(given, weight, offsets, mask=mask)
+    hidden = x.detach().masked_fill(~mask[..., None], torch.nan).requires_grad_()
+    u = local_mixing(hidden, weight, offsets, mask=mask)
     expected = local_mixing(x * mask[..., None], weight, offsets)
     torch.testing.assert_close(u, expected, rtol=1e-12, atol=1e-12)
-    dx, dweight = torch.autograd.grad(u.square().sum(), (given, weight))
+    dx, dweight = torch.autograd.grad(u.square().sum(), (hidden, weight))
     assert dx[~mask].abs().max() == 0
     assert dweight.isfinite().all()
 
@@ -120,14 +96,14 @@ def test_masked_tokens_count_as_zero():
 @pytest.mark.parametrize("space", [(), (3,), (2, 3)])
 def test_stream_is_whole(form, space):
     x, weight, offsets = case(form, 1, (7, *space), causal=True)
-    whole = local_mixing(x, weight, offsets)
+    expected = local_mixing(x, weight, offsets)
     tokens = Grid(space).length
-    state, parts = x.new_zeros(2, 2, tokens, 5), []
-    for part in x.split([1, 3, 1, 2], 1):
-        grid = Grid.of(part)
-        u, state = local_mixing_step(grid.flatten(part), weight, offsets, state, layout=grid)
-        parts.append(u.view_as(part))
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
+    state, outputs = x.new_zeros(2, 2, tokens, 5), []
+    for frames in x.split([1, 3, 1, 2], 1):
+        grid = Grid.of(frames)
+        u, state = local_mixing_step(grid.flatten(frames), weight, offsets, state, layout=grid)
+        outputs.append(u.view_as(frames))
+    torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_later_frames_are_not_read():
@@ -150,16 +126,12 @@ def test_low_precision_rounds_once(dtype):
     assert ((u.double() - exact).abs() <= allowed * 1.01).all()
 
 
-def test_traced_form():
+def test_traced_form(close, close_grads):
     x, weight, offsets = case(star, 1, (4, 6))
     compiled = torch.compile(lambda x, w: local_mixing(x, w, offsets), fullgraph=True, backend="aot_eager")
-    pull = torch.randn_like(x)
-    found = []
-    for run in (compiled, lambda x, w: local_mixing(x, w, offsets)):
-        u = run(x, weight)
-        found.append((u, *torch.autograd.grad(u, (x, weight), pull)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    u, expected = compiled(x, weight), local_mixing(x, weight, offsets)
+    close(u, expected, 1e-12)
+    close_grads(u, expected, (x, weight), 1e-12)
 
 
 @pytest.mark.parametrize("form", [False, True])
@@ -168,31 +140,35 @@ def test_module_streams_and_counts(form):
     assert layer.weight.shape == (25 if form else 9, 6)
     x = torch.randn(2, 6, 3, 6, dtype=torch.float64)
     grid = Grid.of(x)
-    whole = grid.unflatten(layer(grid.flatten(x), grid, causal=True))
-    state, parts = layer.init_state(2, space=(3,)), []
-    for part in x.split([1, 2, 3], 1):
-        u, state = layer.step(part.flatten(1, 2), Grid.of(part), state)
-        parts.append(u.view_as(part))
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
+    expected = grid.unflatten(layer(grid.flatten(x), grid, causal=True))
+    state, outputs = layer.init_state(2, space=(3,)), []
+    for frames in x.split([1, 2, 3], 1):
+        u, state = layer.step(frames.flatten(1, 2), Grid.of(frames), state)
+        outputs.append(u.view_as(frames))
+    torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="dims=2"):
         layer(torch.randn(1, 4, 6), Grid((4,)))
 
 
-def test_errors():
+BAD = {  # a part of the message -> what it says, beside a right call
+    "offsets": {"offsets": star(1, 1)},
+    "none twice": {"offsets": (*star(2, 1)[:4], (0, 0))},
+    "weight": {"weight": torch.zeros(2, 5)},
+    r"expected \(batch, 24, dim\)": {"layout": Grid((4, 6))},
+    r"mask \(2, 4\) torch.bool: expected bool": {"mask": torch.ones(2, 4, dtype=torch.bool)},
+    r"mask \(1, 24\) torch.bool: expected bool": {
+        "x": torch.zeros(2, 24, 5),
+        "layout": Grid((4, 6)),
+        "mask": torch.ones(1, 24, dtype=torch.bool),  # no broadcasting
+    },
+    r"mask \(2, 4, 6\) torch.float32: expected bool": {"mask": torch.ones(2, 4, 6)},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_errors(message):
     x, weight, offsets = case(star, 1, (4, 6))
-    with pytest.raises(ValueError, match="offsets"):
-        local_mixing(x, weight, star(1, 1))
-    with pytest.raises(ValueError, match="none twice"):
-        local_mixing(x, weight, (*offsets[:4], offsets[0]))
-    with pytest.raises(ValueError, match="weight"):
-        local_mixing(x, weight[:2], offsets)
-    with pytest.raises(ValueError, match="expected \\(batch, 24, dim\\)"):
-        local_mixing(x, weight, offsets, layout=Grid((4, 6)))
-    with pytest.raises(ValueError, match="mask"):
-        local_mixing(x, weight, offsets, mask=torch.ones(2, 4, dtype=torch.bool))
-    flat, one = x.flatten(1, 2), torch.ones(1, 24, dtype=torch.bool)  # no broadcasting
-    for mask in (one, one.expand(len(x), -1).float()):
-        with pytest.raises(ValueError, match="expected bool"):
-            local_mixing(flat, weight, offsets, layout=Grid((4, 6)), mask=mask)
+    with pytest.raises(ValueError, match=message):
+        local_mixing(**({"x": x, "weight": weight, "offsets": offsets} | BAD[message]))
     with pytest.raises(ValueError, match="below 0"):
         local_mixing_step(x.flatten(1, 2), weight, offsets, x[:, :1], layout=Grid((4, 6)))

@@ -29,9 +29,8 @@ def worst(actual, exact):
 @pytest.mark.parametrize("forget", [0.5, (0.5, 0.001)], ids=str)
 @pytest.mark.parametrize("far", [0.0, 1e4])
 def test_forgetting_over_many_frames_in_one_call(forget, far):
-    """As many roundings as there are merges between two frames, 14 of three numbers, and those of
-    sums and reads; the fade of 16,384 frames adds none. Nor to the State: its weight is exp(max) *
-    sum, and max is rounded once."""
+    """As many roundings as there are merges between two frames, 14 of three numbers, and those of sums and reads; the
+    fade of 16,384 frames adds none. Nor to the State: its weight is exp(max) * sum, and max is rounded once."""
     forget = torch.tensor(forget) if isinstance(forget, tuple) else forget
     q, k, v = (torch.randn(1, 16384, 2, 4) for _ in "qkv")
     k = k + far
@@ -60,8 +59,7 @@ def test_forgetting_does_not_drift(far):
 
 @both
 def test_forgetting_is_not_lost_beside_large_keys(impl):
-    """A fade of 0.01 a frame, where float32 numbers are 0.06 apart. Every frame rounds sum and
-    memory once."""
+    """A fade of 0.01 a frame, where float32 numbers are 0.06 apart. Every frame rounds sum and memory once."""
     q, k, v = (torch.randn(1, 80, 2, 3) for _ in "qkv")
     k = k + 1e6
     exact, _ = axis_causal_attention(q.double(), k.double(), v.double(), 40, forget=0.01)

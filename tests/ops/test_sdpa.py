@@ -16,17 +16,17 @@ def dense(q, k, v, keep=None):
     return torch.einsum("bhld,bhlsd,bhse->bhle", silu(q), p, v)
 
 
-def inputs(heads=4, kept=4, length=7, source=7, dim=5, value=6):
+def inputs(heads=4, kv_heads=4, length=7, source=7, dim=5, value=6):
     torch.manual_seed(0)
-    shapes = (heads, length, dim), (kept, source, dim), (kept, source, value)
+    shapes = (heads, length, dim), (kv_heads, source, dim), (kv_heads, source, value)
     return [torch.randn(2, *s, dtype=torch.float64, requires_grad=True) for s in shapes]
 
 
 @pytest.mark.parametrize("source", [7, 3])
-@pytest.mark.parametrize("kept", [4, 2, 1])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("masked", [False, True])
-def test_full(close, kept, source, masked):
-    q, k, v = inputs(kept=kept, source=source)
+def test_full(close, kv_heads, source, masked):
+    q, k, v = inputs(kv_heads=kv_heads, source=source)
     mask = torch.ones(2, 1, 1, source, dtype=torch.bool)
     mask[0, ..., 2:] = False
     mask = mask if masked else None
@@ -39,14 +39,14 @@ def test_full(close, kept, source, masked):
         close(ours, theirs, 1e-10)
 
 
-@pytest.mark.parametrize("kept", [4, 2])
+@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("masked", [False, True])
-def test_causal(close, kept, masked):
-    q, k, v = inputs(kept=kept)
+def test_causal(close, kv_heads, masked):
+    q, k, v = inputs(kv_heads=kv_heads)
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool)
     mask[..., 5:] = False
     keep = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
-    y = lightnet_attention(q, k, v, mask if masked else None, is_causal=True, enable_gqa=kept < 4)
+    y = lightnet_attention(q, k, v, mask if masked else None, is_causal=True, enable_gqa=kv_heads < 4)
     close(y, dense(q, k, v, keep & mask if masked else keep), 1e-12)
 
 
@@ -56,7 +56,7 @@ def test_keys_of_grouped_heads_are_not_copied(monkeypatch):
 
     seen, summarize = [], module.summarize
     monkeypatch.setattr(module, "summarize", lambda k, v, **how: (seen.append(k), summarize(k, v, **how))[1])
-    q, k, v = inputs(kept=2)
+    q, k, v = inputs(kv_heads=2)
     lightnet_attention(q, k, v, enable_gqa=True)
     assert seen[0].data_ptr() == k.data_ptr() and seen[0].shape == (2, 7, 2, 5)
 

@@ -5,9 +5,9 @@ import torch
 from torch.autograd import grad
 
 from ndlightnet.layout import Ragged
-from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.ops import axis_causal_attention
 from ndlightnet.ops.lightnet import frames
+from tests.kernels.cases import logits
 
 from .framed import HEADS, angles, attend, in_chunks, padding, per_head, sample, weights
 
@@ -36,19 +36,12 @@ def test_values_and_gradients_are_the_dense_ones(dense, close, close_grads, leng
         close_grads(actual, expected, (*inputs, theta) if rotated else inputs, 1e-9)
 
 
-@pytest.mark.parametrize("logit", ["wide", "up", "down", "jumps", "holes"])
+@pytest.mark.parametrize("name", ["wide", "up", "down", "jumps", "holes"])
 @forgets
-def test_extreme_logits(dense, close_grads, logit, forget):
+def test_extreme_logits(dense, close_grads, name, forget):
     """In float32: every exponent is a difference of logits, which decay does not round."""
     *inputs, _ = sample((40,), dtype=torch.float32)
-    noise, t = inputs[1].detach(), torch.arange(40)[:, None, None]
-    k = {
-        "wide": 300 * noise,
-        "up": noise + 100 * t,
-        "down": noise - 100 * t,
-        "jumps": noise + 1000 * ((t >= 7).float() - 2 * (t >= 19) + 3 * (t >= 23)),
-        "holes": noise.masked_fill(torch.rand_like(noise) < 0.4, -torch.inf),
-    }[logit]
+    k = logits(name, inputs[1].shape)
     inputs[1] = k.requires_grad_()
     exact = [x.detach().double().requires_grad_() for x in inputs]
     options = {"window": 9, "forget": per_head(forget)}
@@ -125,18 +118,3 @@ def test_nothing_later_and_nothing_too_old_has_a_gradient():
             first = t if name == "q" else max(0, t - 5)
             assert not x[:, t + 1 :].any() and not x[:, :first].any()
             assert x[:, t].any() or (t, name) == (0, "k")  # the first key weighs 1 in any case
-
-
-@pytest.mark.parametrize("options", [{"forget": 0.3}, {"window": 5}, {"window": 5, "forget": HEADS}])
-def test_a_layer_streams_in_any_parts(close, options):
-    options["forget"] = options.get("forget", 0.0)
-    layer = LightNetAttention(12, 2, **options).double()
-    x = torch.randn(2, 23, 12, dtype=torch.float64)
-    expected = layer(x, causal=True)
-    for sizes in ([1] * 23, [1, 9, 13], [12, 11]):
-        state, outs, at = layer.init_state(2), [], 0
-        for n in sizes:
-            y, state = layer.advance(x[:, at : at + n], state, at)
-            outs.append(y)
-            at += n
-        close(torch.cat(outs, 1), expected, 1e-11)

@@ -13,13 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, pack, shard_grid
 from ndlightnet.parallel import Processes
 
-from .cases import CASES, error_of, slab
+from .sharded_networks import CASES, error_of, gradient_error, gradients, slab
 
 
 def twice() -> dict[str, Any]:
     """Errors of the gradient of a penalty on the gradient of the input."""
-    found: dict[str, Any] = {}
+    errors: dict[str, Any] = {}
     count = dist.get_world_size()
+
+    def gradient(loss: Any, x: Any) -> Any:
+        return torch.autograd.grad(loss, x, create_graph=True)[0]
+
     for name, axis in (
         ("volume", 0),
         ("video, causal", 0),
@@ -29,29 +33,17 @@ def twice() -> dict[str, Any]:
     ):
         case = CASES[name]
         torch.manual_seed(0)
-        net = case.make().double().train()
+        net: Any = case.make().double().train()
         x = torch.randn(2, *case.shape, dtype=torch.float64, requires_grad=True)
-
-        def gradient(loss: Any, x: Any) -> Any:
-            return torch.autograd.grad(loss, x, create_graph=True)[0]
-
-        gradient(net(x).square().sum(), x).square().sum().backward()
-        expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-        net.zero_grad()
-        part = slab(x.detach(), 2 + axis, case.multiple).clone().requires_grad_()
+        expected = gradients(net, gradient(net(x).square().sum(), x).square().sum())
+        own = slab(x.detach(), 2 + axis, case.multiple).clone().requires_grad_()
         with shard_grid(dist.group.WORLD, axis=axis) as grid:
-            y = net(part)
+            y = net(own)
             squares = y.square().sum()
-            dx = gradient(grid.total(squares) if y.ndim > 2 else squares, part) / count
-            grid.total(dx.square().sum()).backward()
-        grads = [p.grad for p in net.parameters() if p.grad is not None]
-        assert len(grads) == len(expected)
-        errors, largest = [], torch.stack([g.abs().max() for g in expected]).max()
-        for grad, wanted in zip(grads, expected, strict=True):
-            dist.all_reduce(grad)
-            errors.append(error_of(grad / count, wanted, largest))
-        found[f"{name}, axis {axis}"] = {"parameters": max(errors)}
-    return found
+            dx = gradient(grid.total(squares) if y.ndim > 2 else squares, own) / count
+            grads = gradients(net, grid.total(dx.square().sum()))
+        errors[f"{name}, axis {axis}"] = {"parameters": gradient_error(grads, expected)}
+    return errors
 
 
 def sequences() -> dict[str, Any]:
@@ -64,70 +56,57 @@ def sequences() -> dict[str, Any]:
     random, count = Random(0), dist.get_world_size()
     errors: dict[str, list[float]] = {"cut": [], "loaded": [], "packed": [], "planes": []}
     kinds = random.choices([*errors], k=60)
-    sizes = random.choices(range(4 * count + 4, 4 * count + 9), k=60)
-    wholes = [
-        torch.randn(1, 1, size, *[8] * (kind == "planes"), dtype=torch.float64)
-        for kind, size in zip(kinds, sizes, strict=True)
+    multiples = [4 if kind == "planes" else 1 for kind in kinds]
+    inputs = [
+        torch.randn(1, 1, random.randrange(4 * count + 4, 4 * count + 9), *[8] * (kind == "planes")).double()
+        for kind in kinds
     ]
     with torch.no_grad():
         expected = [
-            image(x) if kind == "planes" else signal.forward_features(x) for kind, x in zip(kinds, wholes, strict=True)
+            image(x) if kind == "planes" else signal.forward_features(x) for kind, x in zip(kinds, inputs, strict=True)
         ]
         with shard_grid(dist.group.WORLD) as grid:
             slabs = [
-                slab(x, 2) if kind == "loaded" else grid.slab(x, 4 if kind == "planes" else 1)
-                for kind, x in zip(kinds, wholes, strict=True)
+                slab(x, 2) if kind == "loaded" else grid.slab(x, multiple)
+                for kind, x, multiple in zip(kinds, inputs, multiples, strict=True)
             ]
-            for kind, x, y in zip(kinds, slabs, expected, strict=True):
+            for kind, x, y, multiple in zip(kinds, slabs, expected, multiples, strict=True):
                 if kind == "planes":
                     out, dim = image(x), 2
                 elif kind == "packed":
                     out, dim = signal.forward_features(signal.pack([x[0]])).values[None], 1
                 else:
                     out, dim = signal.forward_features(x), 1
-                own = slab(y, dim, 4 if kind == "planes" else 1)
-                errors[kind].append(error_of(out, own, y))
+                errors[kind].append(error_of(out, slab(y, dim, multiple), y))
                 grid.slab(torch.zeros(1, 1, 4 * count))  # an input that no network takes
-    return {kind: {"output": max(each), "count": len(each)} for kind, each in errors.items()}
-
-
-def _summed(net: NDLightNet, x: torch.Tensor, multiple: int) -> dict[str, float]:
-    """Return the error of the gradients of the sum of what a network returns."""
-    parameters = [p for p in net.parameters() if p.requires_grad]
-
-    def gradients(y: torch.Tensor) -> torch.Tensor:
-        grads = torch.autograd.grad(y.sum(), parameters, materialize_grads=True)
-        return torch.cat([grad.flatten() for grad in grads])
-
-    expected = gradients(net(x))
-    with shard_grid(dist.group.WORLD) as grid:
-        grads = gradients(net(grid.slab(x, multiple)))
-    dist.all_reduce(grads)
-    return {"parameters": error_of(grads / dist.get_world_size(), expected, expected)}
+    assert min(map(len, errors.values())) >= 5
+    return {kind: {"output": max(each)} for kind, each in errors.items()}
 
 
 def anomaly() -> dict[str, Any]:
     """Anomaly detection reads each node's gradients at once; unwritten memory is NaN here."""
     torch.manual_seed(0)
     net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=2).double()
+    x = torch.randn(1, 1, 8, 8, dtype=torch.float64)
     torch.use_deterministic_algorithms(True, warn_only=True)
     with torch.autograd.set_detect_anomaly(True):
-        found = {"anomaly": _summed(net, torch.randn(1, 1, 8, 8, dtype=torch.float64), 2)}
+        expected = gradients(net, net(x).sum())
+        with shard_grid(dist.group.WORLD) as grid:
+            actual = gradients(net, net(grid.slab(x, 2)).sum())
     torch.use_deterministic_algorithms(False)
-    return found
+    return {"anomaly": {"parameters": gradient_error(actual, expected)}}
 
 
 def empty_batch() -> dict[str, Any]:
     """Return how many parameters have no gradient."""
-    found = {}
+    missing = {}
     for name in ("image", "video, causal", "U-Net M", "U-Net, series"):
         case = CASES[name]
         net = case.make()
         with shard_grid(dist.group.WORLD) as grid:
             net(grid.slab(torch.zeros(0, *case.shape), case.multiple)).sum().backward()
-        missing = sum(p.grad is None for p in net.parameters() if p.requires_grad)
-        found[name] = {"parameters": float(missing)}
-    return found
+        missing[name] = {"parameters": float(sum(p.grad is None for p in net.parameters() if p.requires_grad))}
+    return missing
 
 
 def out_of_memory() -> dict[str, str]:
@@ -168,24 +147,24 @@ def refused() -> dict[str, Any]:
         "no tokens": (net, world, 0, torch.randn(1, 1, 4 * rank, 8)),
         "no tokens of a sample": (net, world, 0, pack([torch.randn(1, 4 * rank, 8)], 2)),
     }
-    found = {}
+    messages: dict[str, Any] = {}
     for name, (model, group, axis, x) in uses.items():
         try:
             with shard_grid(group, axis=axis, sizes=(3, 5) if name == "named sizes" else None):
                 model(x)
         except (ValueError, TypeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    for name, whole in (("wholes", (1, 1, 8, 8 + 2 * rank)), ("batches", (1 + rank, 1, 8, 8))):
+            messages[name] = f"{type(error).__name__}: {error}"
+    for name, shape in (("inputs", (1, 1, 8, 8 + 2 * rank)), ("batches", (1 + rank, 1, 8, 8))):
         try:
             with shard_grid(world) as grid:
-                net(grid.slab(torch.randn(whole), 2))
+                net(grid.slab(torch.randn(shape), 2))
         except ValueError as error:
-            found[f"different {name}"] = f"{type(error).__name__}: {error}"
+            messages[f"different {name}"] = f"{type(error).__name__}: {error}"
     block: Any = net.blocks[0]
     torch.manual_seed(1)  # processes have drawn differently
     tokens = torch.randn(1, 6 * count, 4, 32)
     with shard_grid(mesh["grid"]):
-        found["one dimension"] = str(tuple(net(even).shape))
+        messages["one dimension"] = str(tuple(net(even).shape))
         own = block(slab(tokens, 1))  # a layer by itself
-    found["a layer"] = error_of(own, slab(block(tokens), 1), own)
-    return found
+    messages["a layer"] = error_of(own, slab(block(tokens), 1), own)
+    return messages

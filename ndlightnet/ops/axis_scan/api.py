@@ -34,10 +34,9 @@ def axis_scan(
 ) -> Tensor:
     """Sum the recurrences along all axes of a grid: (batch, *grid, dim) -> same shape.
 
-    layout: if given, x is (batch, length, dim) and mask (batch, length); with a Ragged no line
-    leaves its sample; lines go through all slabs of a grid, each of which scans some channels.
-    residual: x itself is added, without another pass over memory. dtype: what x is converted to
-    first, by default its own; slabs exchange it before.
+    layout: if given, x is (batch, length, dim) and mask (batch, length); with a Ragged no line leaves its sample; lines
+    go through all slabs of a grid, each of which scans some channels. residual: x itself is added, without another pass
+    over memory. dtype: what x is converted to first, by default its own; slabs exchange it before.
 
     coef: (axes, dim, states); log_decay: (axes, states) <= 0. `reverse`: the same pair for the
     reverse direction (bidirectional; a token itself counts once, with the forward weights). mask:

@@ -63,10 +63,9 @@ def _carry_traced(log_decay: Tensor, added: Tensor, decay: Tensor, first: Tensor
     """Do the same as `carry_over` in a traced graph, which takes any number of chunks: a scan
     has as many steps as that number has bits.
 
-    Within a group of chunks each state has a Toeplitz matrix. The states that enter a group come
-    from the groups before it by another Toeplitz matrix, of size tokens / CHUNK^2: exact for any
-    number of tokens, and small beside the rest up to millions. An exported graph has one group, and
-    so a matrix of size tokens / EXPORTED.
+    Within a group of chunks each state has a Toeplitz matrix. The states that enter a group come from the groups before
+    it by another Toeplitz matrix, of size tokens / CHUNK^2: exact for any number of tokens, and small beside the rest
+    up to millions. An exported graph has one group, and so a matrix of size tokens / EXPORTED.
     """
     if first is not None:
         added = torch.cat([(decay * first)[:, None] + added[:, :1], added[:, 1:]], 1)

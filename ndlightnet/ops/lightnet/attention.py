@@ -1,9 +1,8 @@
 """LightNet attention: one function per form of execution.
 
-q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)`: any float dtype;
-statistics, memories and States in float32 (float64 for float64 inputs); outputs in q's dtype. SiLU
-is applied to q here. There is no 1/sqrt(dim): the layer normalises the output. k is both key and
-decay.
+q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)`: any float dtype; statistics, memories and
+States in float32 (float64 for float64 inputs); outputs in q's dtype. SiLU is applied to q here. There is no
+1/sqrt(dim): the layer normalises the output. k is both key and decay.
 
   summarize           a source of keys and values -> State
   read                queries read a State (cross attention = summarize + read)
@@ -130,7 +129,7 @@ def summarize(
         if k.shape[1] == 0:
             return state._replace(sum=empty_result(state.sum, k, v))
         if chosen == "reference":
-            state = reference.attention(k, k, v, state, position, mask, False)[1]
+            state = reference.summarize(k, v, state, position, mask)
         else:
             k, v = _mask_inputs(k, v, mask)
             state = parallel.summarize(k, v, _factors(k, position))
@@ -158,8 +157,8 @@ def read(q: Tensor, state: State, *, position: Position | None = None, impl: Imp
         out: Tensor = _triton.read(q, state.sum, state.memory, *_triton.of_grid(position))
         return out
     with exact(q):
-        how = reference.read_memory if chosen == "reference" else parallel.read
-        return how(_query(q, position), state).to(q.dtype)
+        run = reference.read_memory if chosen == "reference" else parallel.read
+        return run(_query(q, position), state).to(q.dtype)
 
 
 def global_attention(
@@ -172,8 +171,7 @@ def global_attention(
     layout: Layout | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Return softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length) bool, False
-    = padding.
+    """Return softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length) bool, False = padding.
 
     layout: where the tokens of a sample lie; None: every row is a sample. With a Ragged (batch 1) the
     grid of position may have any shape, without prefix or offset. Where other rows or processes have
@@ -223,11 +221,11 @@ def _merged(
         state = layout.merge(summarize(k, v, mask=mask, position=position, impl=impl))
         return read(q, state, position=position, impl=impl)
     with exact(k):
-        kept, values = (layout.join(x) for x in _mask_inputs(k, v, mask))
+        keys, values = (layout.join(x) for x in _mask_inputs(k, v, mask))
         factors = _factors(k, position)
         if factors is not None:  # (rows or none, tokens, heads or 1, features)
             factors = layout.join(factors.expand(len(k), *factors.shape[-3:]))
-        state = parallel.summarize(kept, values, factors)
+        state = parallel.summarize(keys, values, factors)
         out = parallel.read(layout.join(_query(q, position)), state)
         return layout.divide(out).to(q.dtype)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,32 @@ from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.scan import before, prefix_maximum, scan
 
 SHORT = 16  # tokens of a window: with fewer, merging their States is faster than chunks in torch
+
+
+class Tokens(NamedTuple):
+    """Arguments of an attention."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    position: Position | None
+
+    def frames(self, first: int, count: int, tokens: int) -> Tokens:
+        """Return `count` frames of so many tokens, from frame `first` on."""
+        q, k, v, mask, position = self
+        now = slice(first * tokens, (first + count) * tokens)
+        position = _frames_from(position, first, count)
+        return Tokens(q[:, now], k[:, now], v[:, now], None if mask is None else mask[:, now], position)
+
+
+def _frames_from(position: Position | None, first: int, frames: int) -> Position | None:
+    """Return the Position of `frames` frames, from frame `first` on."""
+    if position is None:
+        return None
+    shape = shape_of(position)
+    offset = offset_of(position) or (0,) * len(shape)
+    return position._replace(layout=(frames, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
 
 
 # ------------------------------------------------------------------------ States of many frames
@@ -85,9 +111,8 @@ def _merge_all(states: State) -> State:
 
 
 class SlidingMerge(torch.autograd.Function):
-    """Sliding merge that saves two maxima only. Its gradient is the same merge in reverse order, of
-    the gradients of sums and memories, with the negative maximum instead of the maximum: every
-    exponent stays at or below 0."""
+    """Sliding merge that saves two maxima only. Its gradient is the same merge in reverse order, of the gradients of
+    sums and memories, with the negative maximum instead of the maximum: every exponent stays at or below 0."""
 
     @staticmethod
     def forward(ctx: Any, top: Tensor, total: Tensor, memory: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,8 +125,8 @@ class SlidingMerge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         top, after = ctx.saved_tensors
-        given = State(torch.where(after == -torch.inf, after, -after), grads[1], grads[2])
-        merged = _merge_last(State(*(x.flip(1) for x in given)), ctx.window)
+        states = State(torch.where(after == -torch.inf, after, -after), grads[1], grads[2])
+        merged = _merge_last(State(*(x.flip(1) for x in states)), ctx.window)
         ref, total, memory = (x.flip(1) for x in merged)
         fall = decay(top, -ref)
         return None, fall * total, tile(fall, memory.shape[-2], -1)[..., None] * memory, None
@@ -147,13 +172,12 @@ def axis_causal_attention(
     then `state` and the returned one are None. position: its first axis counts the frames; with a
     Ragged its grid may have any shape, without prefix or offset.
 
-    state: State before the first frame; the returned one is for the frames that follow. window: a
-    frame attends to the last `window` frames, itself included. Then the State holds `window - 1`
-    frames separately: its tensors are (batch, window - 1, heads, ·). forget: decay rate; the weight
-    of a frame is multiplied by exp(-forget) with every later frame: 0 or more, or (heads,) such
-    numbers; it has no gradient. Above 8192 it counts as 8192, after which nothing is left of a
-    frame. return_state: False returns None in place of the State, which for a window of tokens is
-    larger than all else.
+    state: State before the first frame; the returned one is for the frames that follow. window: a frame attends to the
+    last `window` frames, itself included. Then the State holds `window - 1` frames separately: its tensors are (batch,
+    window - 1, heads, ·). forget: decay rate; the weight of a frame is multiplied by exp(-forget) with every later
+    frame: 0 or more, or (heads,) such numbers; it has no gradient. Above 8192 it counts as 8192, after which nothing is
+    left of a frame. return_state: False returns None in place of the State, which for a window of tokens is larger than
+    all else.
 
     Frames of one token are computed in chunks, as in `causal_attention`. Where the States of other
     single frames take more memory than the tokens (small frames), they are computed for some frames
@@ -163,7 +187,7 @@ def axis_causal_attention(
     if isinstance(grid, Ragged):  # kernels take the frames of all samples at once, by tables of a Ragged
         if state is not None:
             raise ValueError("state: expected None with samples end to end")
-        return _ragged(q, k, v, grid, mask, position, window, forget, impl), None
+        return _ragged(Tokens(q, k, v, mask, position), grid, window, forget, impl), None
     frames, frame = grid.shapes[0][0], grid.frame()
     if grid.shared:
         options: Any = {"window": window, "forget": forget, "impl": impl}
@@ -175,8 +199,8 @@ def axis_causal_attention(
         def after() -> State:
             if window is None and not isinstance(forget, Tensor) and forget == 0:
                 return summarize(k, v, mask=mask, position=position, impl=impl)
-            own: State = axis_causal_attention(q, k, v, frames, mask=mask, position=position, **options)[1]
-            return own
+            last: State = axis_causal_attention(q, k, v, frames, mask=mask, position=position, **options)[1]
+            return last
 
         state = grid.before(state, after, window, forget)
         if not frame.shared:
@@ -206,6 +230,7 @@ def axis_causal_attention(
     if state is not None:
         _check_frames(state, k, v, position, window)
         state = offset_gradient(state, position, -1)
+    inputs = Tokens(q, k, v, mask, position)
     with exact(k):
         if chosen == "reference":
             out, state = reference.frames(q, k, v, frames, state, position, mask, window, forget)
@@ -213,21 +238,19 @@ def axis_causal_attention(
         chunked = window is not None and not frame.shared and (chosen == "triton" or window >= min(SHORT, frames))
         if k.shape[1] == frames and chunked and (state is None or frames >= (window or 0)):
             assert window is not None
-            out, state = _window(q, k, v, mask, position, state, window, forget, chosen, return_state)
+            out, state = _window(inputs, state, window, forget, chosen, return_state)
             return out, None if state is None else offset_gradient(state, position, 1)
-        how = (window, forget, chosen, frame)
+        options = (window, forget, chosen, frame)
         if plain() or frame.shared or not states_outweigh_tokens(k, v, position, k.shape[1] // frames):
-            out, state = _attend(q, k, v, mask, position, state, frames, *how)
+            out, state = _attend(inputs, state, frames, *options)
             return out, offset_gradient(state, position, 1) if return_state else None
         run: Any = _attend
         if torch.is_grad_enabled():
             run = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
         outs, tokens, group = [], k.shape[1] // frames, max(1, round(frames**0.5))
         for first in range(0, frames, group):
-            n = min(group, frames - first)
-            now = slice(first * tokens, (first + n) * tokens)
-            part = (q[:, now], k[:, now], v[:, now], None if mask is None else mask[:, now])
-            out, state = run(*part, _frames_from(position, first, n), state, n, *how)
+            count = min(group, frames - first)
+            out, state = run(inputs.frames(first, count, tokens), state, count, *options)
             outs.append(out)
         assert state is not None
         return torch.cat(outs, 1), offset_gradient(state, position, 1) if return_state else None
@@ -252,8 +275,7 @@ def _check_frames(state: State, k: Tensor, v: Tensor, position: Position | None,
 
 
 def states_outweigh_tokens(k: Tensor, v: Tensor, position: Position | None, tokens: int) -> bool:
-    """Return whether the State of a frame of `tokens` tokens takes more memory than its q, k, v and
-    output."""
+    """Return whether the State of a frame of `tokens` tokens takes more memory than its q, k, v and output."""
     dim, value_dim = k.shape[-1], v.shape[-1]
     state = dim * value_dim * (1 if position is None else 2) * accumulator(k).itemsize
     return state > tokens * 2 * (dim + value_dim) * k.element_size()
@@ -266,21 +288,8 @@ def decayed(states: State, forget: float | Tensor) -> State:
     return states.decayed(-ages[:, None, None], forget)
 
 
-def _frames_from(position: Position | None, first: int, frames: int) -> Position | None:
-    """Return the Position of `frames` frames, from frame `first` on."""
-    if position is None:
-        return None
-    shape = shape_of(position)
-    offset = offset_of(position) or (0,) * len(shape)
-    return position._replace(layout=(frames, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
-
-
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    position: Position | None,
+    tokens: Tokens,
     state: State | None,
     frames: int,
     window: int | None,
@@ -289,8 +298,8 @@ def _attend(
     frame: Grid | None = None,
 ) -> tuple[Tensor, State]:
     """Run axis-causal attention on all frames at once. frame: the layout of one."""
-    forms = _by_triton if impl == "triton" else _by_torch
-    frame_states, read = forms(q, k, v, mask, position, frames)
+    position = tokens.position
+    frame_states, read = _by_triton(tokens, frames) if impl == "triton" else _by_torch(tokens, frames)
     if frame is not None and frame.shared:
         frame_states = frame.merge(offset_gradient(frame_states, position, 1))
         frame_states = offset_gradient(frame_states, position, -1)
@@ -310,84 +319,62 @@ def _attend(
 
 
 def _window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    position: Position | None,
-    state: State | None,
-    window: int,
-    forget: float | Tensor,
-    impl: Any,
-    return_state: bool,
+    tokens: Tokens, state: State | None, window: int, forget: float | Tensor, impl: Any, return_state: bool
 ) -> tuple[Tensor, State | None]:
     """Run frames of one token with a window; after a State, as many as it reaches one by one."""
+    _, k, v, _, position = tokens
     n, last = k.shape[1], min(window - 1, k.shape[1])
-    attend: Any = _attend
-    forms: Any = _by_triton if impl == "triton" else _by_torch
-
-    def part(first: int, end: int) -> tuple[Any, ...]:
-        now = slice(first, end)
-        keep = None if mask is None else mask[:, now]
-        return q[:, now], k[:, now], v[:, now], keep, _frames_from(position, first, end - first)
-
-    out = token_window(q, k, v, mask, position, window, forget, impl)
+    out = token_window(*tokens, window, forget, impl)
     if state is not None and window > 1:
-        old, _ = attend(*part(0, last), state, last, window, forget, impl)
+        old, _ = _attend(tokens.frames(0, last, 1), state, last, window, forget, impl)
         out = torch.cat([old, out[:, last:]], 1)
     if not return_state:
         return out, None
     if window == 1:
         return out, State(*(x[:, None][:, :0] for x in _empty(k, v, position)))
-    states = decayed(forms(*part(n - last, n), last)[0], forget).decayed(last, forget)
-    return out, _with_empty_before(states, window - 1 - last)
+    latest = tokens.frames(n - last, last, 1)
+    states, _ = _by_triton(latest, last) if impl == "triton" else _by_torch(latest, last)
+    return out, _with_empty_before(decayed(states, forget).decayed(last, forget), window - 1 - last)
 
 
 Forms = tuple[State, Callable[[State], Tensor]]
 
 
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, frames: int) -> Forms:
+def _by_torch(tokens: Tokens, frames: int) -> Forms:
     """Return the frames' States (batch, frames, heads, ·) and a function that reads such States."""
+    q, k, v, mask, position = tokens
     k, v = _mask_inputs(k, v, mask)
-    w, cut = _factors(k, position), (frames, -1)
+    w, shape = _factors(k, position), (frames, -1)
     if w is not None:
-        w = w.unflatten(-3, cut)
-    frame_states = parallel.summarize(k.unflatten(1, cut), v.unflatten(1, cut), w)
-    f = _query(q, position).unflatten(1, cut)
+        w = w.unflatten(-3, shape)
+    frame_states = parallel.summarize(k.unflatten(1, shape), v.unflatten(1, shape), w)
+    f = _query(q, position).unflatten(1, shape)
     return frame_states, lambda merged: parallel.read(f, merged).flatten(1, 2).to(q.dtype)
 
 
-def _by_triton(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, frames: int) -> Forms:
+def _by_triton(tokens: Tokens, frames: int) -> Forms:
     """Do the same as `_by_torch` with kernels, to which each frame is a sample."""
-    batch, where = k.shape[0], _triton.of_frames(position, k.shape[0], frames)
+    q, k, v, mask, position = tokens
+    batch, fields = k.shape[0], _triton.of_frames(position, k.shape[0], frames)
 
     def samples(x: Tensor) -> Tensor:
         return x.unflatten(1, (frames, -1)).flatten(0, 1)
 
     keep = None if mask is None else samples(mask)
-    frame_states = _triton.summarize(samples(k), samples(v), keep, *where)
+    frame_states = _triton.summarize(samples(k), samples(v), keep, *fields)
 
     def read(merged: State) -> Tensor:
         total, memory = merged.sum.flatten(0, 1), merged.memory.flatten(0, 1)
-        out: Tensor = _triton.read(samples(q), total, memory, *where)
+        out: Tensor = _triton.read(samples(q), total, memory, *fields)
         return out.unflatten(0, (batch, frames)).flatten(1, 2)
 
     return State(*(x.unflatten(0, (batch, frames)) for x in frame_states)), read
 
 
-def _ragged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Ragged,
-    mask: Tensor | None,
-    position: Position | None,
-    window: int | None,
-    forget: float | Tensor,
-    impl: Impl,
-) -> Tensor:
+def _ragged(tokens: Tokens, layout: Ragged, window: int | None, forget: float | Tensor, impl: Impl) -> Tensor:
     """Run samples end to end: by kernels, to which each frame is a sample, where frames are large
     enough to have a State each; elsewhere one sample after the other."""
+    q, k, v, mask, position = tokens
     position = packed_position(layout, k, position)
     _check(k, v, mask, position, q)
     check_decay(window, forget, k.shape[2])
@@ -396,15 +383,15 @@ def _ragged(
     small = min((n // shape[0] for n, shape in pairs if n), default=0)
     if chosen != "triton" or not layout.joint or states_outweigh_tokens(k, v, position, small):
 
-        def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-            how |= {"window": window, "forget": forget, "return_state": False, "impl": chosen}
-            return axis_causal_attention(q, k, v, grid, **how)[0]
+        def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            options |= {"window": window, "forget": forget, "return_state": False, "impl": chosen}
+            return axis_causal_attention(q, k, v, grid, **options)[0]
 
         return map_attention(alone, layout, q, k, v, mask, position)
     frames, at, longest = layout.frames(k.device)
     offset = torch.nn.functional.pad((at % longest)[:, None], (0, layout.ndim - 1)).int()
-    where = _triton.of_samples(position, frames, k, v.shape[-1], offset)
-    frame_states = _triton.summarize(k, v, mask, *where)
+    fields = _triton.of_samples(position, frames, k, v.shape[-1], offset)
+    frame_states = _triton.summarize(k, v, mask, *fields)
 
     def padded(x: Tensor, fill: float) -> Tensor:
         """Pad x (all frames, ...) to (samples, longest, ...), `fill` after each last frame."""
@@ -414,5 +401,5 @@ def _ragged(
     states = State(*map(padded, frame_states, (-torch.inf, 0.0, 0.0)))
     merged = sliding_merge(decayed(states, forget), window, chosen)
     _, total, memory = (x.flatten(0, 1).index_select(0, at) for x in merged)
-    out: Tensor = _triton.read(q, total, memory, *where)
+    out: Tensor = _triton.read(q, total, memory, *fields)
     return out

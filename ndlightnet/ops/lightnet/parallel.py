@@ -162,19 +162,11 @@ def causal_form(
     return out, State(*(x.clone() for x in (top, total, memory)))
 
 
-def causal_gradients(
-    f: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor | None,
-    rates: Tensor | None,
-    state: State,
-    dout: Tensor,
-    dsum: Tensor,
-    dmemory: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of f, k, v, w (empty if None), and the first State's sum and memory."""
-    c, n, dim = _Causal(f, k, v, w, rates, state), k.shape[1], k.shape[-1]
+def causal_gradients(inputs: tuple[Any, ...], dout: Tensor, dsum: Tensor, dmemory: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of f, k, v, w (empty if None), and the first State's sum and memory, of
+    the inputs of `causal_form`."""
+    f, k, v, w, rates, _ = inputs
+    c, n, dim = _Causal(*inputs), k.shape[1], k.shape[-1]
     acc, chunks, rest = c.f.dtype, c.chunks, c.last(n, rates)[1]
     if rest is not None:
         dsum, dmemory = dsum * rest, dmemory * c.upcast(rest)[..., None]
@@ -195,33 +187,19 @@ def causal_gradients(
 # ------------------------------------------------------------------------------------ operator
 # One for torch.compile: the number of chunks depends on the length, and the backward is explicit.
 # f: query features; w: key factors
-def _forward(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, top: Tensor, total: Tensor, memory: Tensor
-) -> Any:
-    out, state = causal_form(f, k, v, w, rates, State(top, total, memory))
-    return out.contiguous(), *state
+def _forward(*inputs: Any) -> Any:
+    f, k, v, w, rates, *state = inputs
+    out, last = causal_form(f, k, v, w, rates, State(*state))
+    return out.contiguous(), *last
 
 
 def _fake(f: Tensor, k: Tensor, v: Tensor, w: Any, rates: Any, *state: Tensor) -> Any:
     return tuple(x.new_empty(x.shape, dtype=accumulator(k)) for x in (v, *state))
 
 
-def _backward(
-    f: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor | None,
-    rates: Tensor | None,
-    top: Tensor,
-    total: Tensor,
-    memory: Tensor,
-    dout: Tensor,
-    dtotal: Tensor,
-    dmemory: Tensor,
-) -> Any:
-    inputs = (f, k, v, w, total, memory)
-    grads = causal_gradients(f, k, v, w, rates, State(top, total, memory), dout, dtotal, dmemory)
-    pairs = zip(grads, inputs, strict=True)
+def _backward(*inputs: Any) -> Any:
+    forward, state, grads = inputs[:5], State(*inputs[5:8]), inputs[8:]
+    pairs = zip(causal_gradients((*forward, state), *grads), (*forward[:4], *state[1:]), strict=True)
     return tuple(None if like is None else x.to(like.dtype).contiguous() for x, like in pairs)
 
 

@@ -40,20 +40,13 @@ def read_memory(f_q: Tensor, state: State) -> Tensor:
     return torch.einsum("b...hr,bhrd->b...hd", f_q, kv)
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, state: State, position: Position | None, mask: Tensor | None, causal: bool
-) -> tuple[Tensor, State]:
-    """Compute self-attention by Eq. 5 (causal) or Eq. 6; q, k, v (batch, length, heads, ·)."""
-    phi = torch.nn.functional.silu(q.to(state.sum.dtype))
-    f_q = phi if position is None else query_features(phi, position)
-    w = None if position is None else key_features(position, k.shape[-1], phi.dtype)
-    outputs = []
+def summarize(k: Tensor, v: Tensor, state: State, position: Position | None, mask: Tensor | None) -> State:
+    """Return the State of all tokens; k, v (batch, length, heads, ·)."""
+    w = None if position is None else key_features(position, k.shape[-1], state.sum.dtype)
     for t in range(k.shape[1]):
         valid = None if mask is None else mask[:, t]
         state = update(state, k[:, t], v[:, t], None if w is None else w[..., t, :, :], valid)
-        if causal:
-            outputs.append(read_memory(f_q[:, t], state))
-    return (torch.stack(outputs, 1) if causal else read_memory(f_q, state)), state
+    return state
 
 
 def frames(
@@ -89,15 +82,15 @@ def frames(
         past = [*(reweighted(s, -rates) for s in past), frame_state]
         if window is not None:
             past = past[-window:]
-        whole = past[0]
+        merged = past[0]
         for s in past[1:]:
-            whole = merge(whole, s)
-        outputs += [read_memory(f_q[:, t], whole) for t in tokens.tolist()]
+            merged = merge(merged, s)
+        outputs += [read_memory(f_q[:, t], merged) for t in tokens.tolist()]
         if window is None:
-            past = [whole]
+            past = [merged]
     if window is None:
         return torch.stack(outputs, 1), past[0]
-    kept = past[len(past) - (window - 1) :]
-    parts = zip(*kept, strict=True) if kept else ((x[None],) for x in empty)
-    last = State(*(torch.stack(part, 1) if kept else part[0][:0].movedim(0, 1) for part in parts))
-    return torch.stack(outputs, 1), last
+    latest = past[len(past) - (window - 1) :]
+    if not latest:
+        return torch.stack(outputs, 1), State(*(x[:, None][:, :0] for x in empty))
+    return torch.stack(outputs, 1), State(*(torch.stack(xs, 1) for xs in zip(*latest, strict=True)))

@@ -25,19 +25,17 @@ def lightnet_attention(
     """Return SiLU(query) . softmax(key over tokens)^T value, with the arguments of
     `torch.nn.functional.scaled_dot_product_attention`; linear in both lengths.
 
-    query: (batch, heads, length, dim). key: (batch, heads, source, dim). value: (batch, heads,
-    source, value_dim). attn_mask: padding, bool (batch or 1, 1, 1, source), True = data.
-    is_causal: a token reads itself and the tokens before it; needs as many queries as keys, and
-    may have an attn_mask as well. enable_gqa: key and value may have fewer heads, each for
-    consecutive heads of the query: they are not copied, except in the causal form.
+    query: (batch, heads, length, dim). key: (batch, heads, source, dim). value: (batch, heads, source, value_dim).
+    attn_mask: padding, bool (batch or 1, 1, 1, source), True = data. is_causal: a token reads itself and the tokens
+    before it; needs as many queries as keys, and may have an attn_mask as well. enable_gqa: key and value may have
+    fewer heads, each for consecutive heads of the query: they are not copied, except in the causal form.
 
     Returns (batch, heads, length, value_dim) in query's dtype. It is no mean of values: a layer
     norms it (see MultiheadAttention). Where all is padding it is 0.
 
     Raises ValueError for shapes that do not fit (nothing is broadcast), dtypes that are no floats,
-    float64 beside a narrower one, a mask that hides different keys from different queries or heads,
-    and for scale and dropout_p, as there are no scores to scale and no weights to drop; TypeError
-    for what is no tensor.
+    float64 beside a narrower one, a mask that hides different keys from different queries or heads, and for scale and
+    dropout_p, as there are no scores to scale and no weights to drop; TypeError for what is no tensor.
     """
     if scale is not None or dropout_p:
         raise ValueError(
@@ -93,8 +91,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gq
 
 
 def padding_of(attn_mask: Tensor | None, batch: int, source: int) -> Tensor | None:
-    """Return a padding mask (batch or 1, 1, 1, source) as (batch, source). Raise ValueError for
-    anything else."""
+    """Return a padding mask (batch or 1, 1, 1, source) as (batch, source). Raise ValueError for anything else."""
     if attn_mask is None:
         return None
     check_tensors(attn_mask=attn_mask)

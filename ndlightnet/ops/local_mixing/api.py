@@ -29,9 +29,8 @@ def local_mixing(
     x: tokens (batch, *grid, dim) on a grid of any number of axes; with a layout (batch, length,
     dim), where the batch of a Ragged is 1 and no tap leaves its sample; taps reach into the slabs beside
     one. What lies outside the grid counts as 0. weight: (taps, dim). offsets: for
-    each tap one int per axis; see `star` and `dense`. If no offset is below 0 along the first axis,
-    a token reads no later frame. mask: bool (batch, *grid), or (batch, length) with a layout, False
-    where x counts as 0.
+    each tap one int per axis; see `star` and `dense`. If no offset is below 0 along the first axis, a token reads no
+    later frame. mask: bool (batch, *grid), or (batch, length) with a layout, False where x counts as 0.
 
     Returns a tensor like x. Sums are float32 or wider; the gradient of weight as well.
     """
@@ -95,8 +94,8 @@ def begin_local_mixing(
             return planes
         shape = list(planes.shape)
         shape[dim] = size
-        own = planes.new_zeros(shape)
-        both = torch.cat([planes, own] if first else [own, planes], dim)
+        inside = planes.new_zeros(shape)
+        both = torch.cat([planes, inside] if first else [inside, planes], dim)
         strip = Grid(tuple(both.shape[1:-1]))
         y = local_mixing(strip.flatten(both), weight, offsets, layout=strip, impl=impl)
         return strip.unflatten(y).narrow(dim, planes.shape[dim] if first else 0, size)
@@ -104,8 +103,8 @@ def begin_local_mixing(
     def wait() -> Tensor:
         first, last = received()
         y = local_mixing(grid.flatten(cells), weight, offsets, layout=grid, impl=impl)
-        own = cells.shape[dim]
-        sides = beside(first, min(before, own), True), beside(last, min(after, own), False)
+        size = cells.shape[dim]
+        sides = beside(first, min(before, size), True), beside(last, min(after, size), False)
         return add_planes(y, *sides, dim, cells.shape)
 
     return wait
@@ -129,8 +128,8 @@ def local_mixing_step(
             f"state {tuple(state.shape)}: expected {(len(x), back, tokens, x.shape[-1])}, the last {back} frames"
         )
     frames = torch.cat([state.to(x.dtype), x.unflatten(1, (-1, tokens))], 1)
-    whole = layout.longer(back)
-    u = local_mixing(frames.flatten(1, 2), weight, offsets, layout=whole, impl=impl)
+    longer = layout.longer(back)
+    u = local_mixing(frames.flatten(1, 2), weight, offsets, layout=longer, impl=impl)
     return u[:, back * tokens :], frames[:, frames.shape[1] - back :].to(state.dtype)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from ndlightnet.layout.base import check_integers, per_axis
+from ndlightnet.layout.abstract import check_integers, per_axis
 
 Offsets = tuple[tuple[int, ...], ...]
 
@@ -17,10 +17,10 @@ def star(ndim: int, radius: int | Sequence[int], causal: bool = False) -> Offset
     a token reads its own frame and earlier ones with as many taps.
     """
     centre = (0,) * ndim
-    found = [centre]
+    offsets = [centre]
     for axis, reach in enumerate(_reaches(ndim, radius, causal)):
-        found += [(*centre[:axis], step, *centre[axis + 1 :]) for step in reach if step]
-    return tuple(found)
+        offsets += [(*centre[:axis], step, *centre[axis + 1 :]) for step in reach if step]
+    return tuple(offsets)
 
 
 def dense(ndim: int, radius: int | Sequence[int], causal: bool = False) -> Offsets:

@@ -30,8 +30,7 @@ def _overlap(shape: Sequence[int], offset: Sequence[int]) -> tuple[Box, Box] | N
 
 
 class _Shifts(torch.autograd.Function):
-    """Sum of weight_i * x_(t - offsets_i) on a grid. x (batch, *grid, dim) and weight (taps, dim)
-    have one dtype."""
+    """Sum of weight_i * x_(t - offsets_i) on a grid. x (batch, *grid, dim) and weight (taps, dim) have one dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
@@ -39,8 +38,8 @@ class _Shifts(torch.autograd.Function):
         ctx.offsets = offsets
         u = torch.zeros_like(x)
         for w, offset in zip(weight, offsets, strict=True):
-            if found := _overlap(x.shape[1:-1], offset):
-                u[found[0]].addcmul_(x[found[1]], w)
+            if overlap := _overlap(x.shape[1:-1], offset):
+                u[overlap[0]].addcmul_(x[overlap[1]], w)
         return u
 
     @staticmethod
@@ -64,8 +63,8 @@ class _Correlation(torch.autograd.Function):
         ctx.offsets = offsets
         out = x.new_zeros(len(offsets), x.shape[-1])
         for row, offset in zip(out, offsets, strict=True):
-            if found := _overlap(x.shape[1:-1], offset):
-                torch.sum((du[found[0]] * x[found[1]]).flatten(0, -2), 0, out=row)
+            if overlap := _overlap(x.shape[1:-1], offset):
+                torch.sum((du[overlap[0]] * x[overlap[1]]).flatten(0, -2), 0, out=row)
         return out
 
     @staticmethod
@@ -115,10 +114,10 @@ def _traced(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
     padded = torch.nn.functional.pad(x, pads)
     u: Any = 0
     for w, offset in zip(weight, offsets, strict=True):
-        part = padded
+        shifted = padded
         for axis, size in enumerate(shape):
-            part = part.narrow(1 + axis, before[axis] - offset[axis], size)
-        u = u + part * w
+            shifted = shifted.narrow(1 + axis, before[axis] - offset[axis], size)
+        u = u + shifted * w
     return u
 
 
@@ -157,9 +156,9 @@ def _neighbours(layout: Ragged, offsets: Offsets) -> Tensor:
     steps = shapes.flip(1).cumprod(1).flip(1) // shapes.clamp(min=1)
     size, step = shapes[owner], steps[owner]
     first = torch.tensor(layout.offsets[:-1])[owner]
-    found = []
+    sources = []
     for offset in offsets:
         source = at - torch.tensor(offset)
         inside = ((source >= 0) & (source < size)).all(1)
-        found.append(torch.where(inside, first + (source * step).sum(1), layout.length))
-    return torch.stack(found)
+        sources.append(torch.where(inside, first + (source * step).sum(1), layout.length))
+    return torch.stack(sources)

@@ -69,10 +69,21 @@ def from_chunks(x: Tensor, like: Tensor) -> Tensor:
     return x[:, :length].to(like.dtype)
 
 
-def whole(x: Tensor) -> Tensor:
+def unaliased(x: Tensor) -> Tensor:
     """Return a copy of x if compiling, else x. Where a Function returns a view of a view, torch
     2.11 compiles a gradient of zeros."""
     return x.clone() if torch.compiler.is_compiling() else x
+
+
+def first_memory(
+    name: str, memory: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the memory before the first token in this dtype: zeros if there is none."""
+    if memory is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    if tuple(memory.shape) != shape:
+        raise ValueError(f"{name} {tuple(memory.shape)}: expected {shape}")
+    return memory.to(dtype)
 
 
 def floor_of(dtype: torch.dtype) -> float:

@@ -13,19 +13,18 @@ the chunks come from one scan over affine maps. The gradient is explicit. No exp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ndlightnet.ops import fla
-from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.empty import empty_result
-from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence import memory
-from ndlightnet.ops.recurrence.chunks import Decay, exact, from_chunks, inverse, matmul_as, to_chunks, whole, work_dtype
-from ndlightnet.ops.recurrence.gated import after, check, log_decay_gradient
+from ndlightnet.ops.recurrence.chunks import Decay, exact, from_chunks, inverse, matmul_as, to_chunks, work_dtype
+from ndlightnet.ops.recurrence.gated import after, check, chunkwise, log_decay_gradient
 from ndlightnet.ops.recurrence.scan import MATRIX, adjoints, before, memories
 
 fla.declare("gated_delta_rule")
@@ -43,10 +42,9 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Run the delta rule causally, from the memory `state` to the last memory.
 
-    q, k (batch, length, heads, dim), keys of norm 1 (the caller normalises them); v (batch, length,
-    heads, value_dim); beta (batch, length, heads) in [0, 1], or up to 2, where a memory's sign can
-    change; log_decay, state, impl and the returned values as in `gated_linear_attention`. A token
-    with beta = 0 and log_decay = 0 changes nothing.
+    q, k (batch, length, heads, dim), keys of norm 1 (the caller normalises them); v (batch, length, heads, value_dim);
+    beta (batch, length, heads) in [0, 1], or up to 2, where a memory's sign can change; log_decay, state, impl and the
+    returned values as in `gated_linear_attention`. A token with beta = 0 and log_decay = 0 changes nothing.
     """
     decay, state = check(q, k, v, log_decay, state)
     if tuple(beta.shape) != tuple(k.shape[:3]):
@@ -64,20 +62,17 @@ def gated_delta_rule(
             return memory.reference(q, bx * kx, transition, v, state, torch.matmul)
         if chosen == "fla":
             return fla.gated_delta_rule(q, k, v, beta, decay, state)
-        if plain():
-            c = _Chunks(q, k, v, beta, decay, state)
-            y, m = c.run(state)
-            return from_chunks(y, v), m[:, -1].view_as(state)
-        y, last = _Delta.apply(q, k, v, beta, decay, state)  # type: ignore[no-untyped-call]
+        y, last = _run(q, k, v, beta, decay, state)
     return y, last
 
 
-class _Chunks:
+class _Delta:
     """Values shared by forward and backward, all (batch * heads, chunks, ...)."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor) -> None:
         acc, work = state.dtype, work_dtype(v)
         self.q, self.k, self.v = (to_chunks(x, work) for x in (q, k, v))
+        self.first = state.flatten(0, 1)
         self.beta = to_chunks(beta[..., None], acc)
         self.d = Decay(None if decay is None else to_chunks(decay, acc))
         self.kk = self.d.scores(self.k, self.k, acc).tril(-1)
@@ -91,58 +86,40 @@ class _Chunks:
         self.transition = eye if over is None else over * eye
         self.transition = self.transition - matmul_as(self.write.mT, self.w, acc)
 
-    def run(self, state: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self) -> tuple[Tensor, Tensor]:
         """Return the outputs, and the memory after each chunk."""
-        first = state.flatten(0, 1)
-        m = memories(self.transition, matmul_as(self.write.mT, self.u0, state.dtype), first, MATRIX)
-        start = before(m, first, self.q.dtype)
+        m = memories(self.transition, matmul_as(self.write.mT, self.u0, self.first.dtype), self.first, MATRIX)
+        start = before(m, self.first, self.q.dtype)
         return self.d.into(self.q) @ start + self.qk @ (self.u0 - self.w @ start), m
 
+    def backward(self, inputs: Sequence[Any], m: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        c, acc, (beta, decay, state) = self, m.dtype, inputs[3:]
+        work, dyc, d = c.q.dtype, to_chunks(dy, c.q.dtype), c.d
+        start = before(m, state.flatten(0, 1), work)
+        u = c.u0 - c.w @ start
+        du = c.qk.mT @ dyc  # without the part from later chunks
+        read_grad = (d.into(c.q).mT @ dyc - c.w.mT @ du).to(acc)
+        dm = adjoints(c.transition, after(read_grad), dlast.flatten(0, 1), MATRIX)
+        dstate = c.transition[:, 0].mT @ dm[:, 0] + read_grad[:, 0]
+        lam = c.solve.mT @ (du + c.write @ dm.to(work)).to(acc)
+        dv = (c.beta * lam).to(work)
+        dlower = -(lam @ u.mT.to(acc)).tril(-1)
+        right = c.v - d.into(c.k) @ start
+        dbeta = (lam * right).sum(-1, keepdim=True) + (dlower * c.kk).sum(-1, keepdim=True)
+        da = dyc @ u.mT
+        dq, dk = d.scores_backward(da, c.q, c.k)
+        read, written = d.scores_backward((c.beta * dlower).to(work), c.k, c.k)
+        dq = dq + d.into(dyc @ start.mT)
+        read = read - d.into(dv @ start.mT)
+        written = written + dk + d.out(u @ dm.mT.to(work))
+        dl = None
+        if decay is not None:
+            diagonal = c.q * dq.to(acc) + c.k * (read.to(acc) - written.to(acc))
+            dl = log_decay_gradient(decay, diagonal, dm * m)
+        diagonal = da.diagonal(dim1=-2, dim2=-1)[..., None]
+        dq, written = dq + diagonal * c.k, written + diagonal * c.q
+        grads = (from_chunks(x, inputs[2]) for x in (dq, read + written, dv))
+        return (*grads, from_chunks(dbeta, beta)[..., 0], dl, dstate.view_as(state))
 
-class _Delta(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        c = _Chunks(q, k, v, beta, decay, state)
-        y, m = c.run(state)
-        ctx.save_for_backward(q, k, v, beta, decay, state, m)
-        return whole(from_chunks(y, v)), m[:, -1].view_as(state).clone()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, m = ctx.saved_tensors
-        with exact(m):
-            return _backward(tuple(inputs), m, *grads)
-
-
-def _backward(inputs: tuple[Any, ...], m: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-    beta, decay, state = inputs[3:]
-    c, acc = _Chunks(*inputs), m.dtype
-    work, dyc, d = c.q.dtype, to_chunks(dy, c.q.dtype), c.d
-    start = before(m, state.flatten(0, 1), work)
-    u = c.u0 - c.w @ start
-    du = c.qk.mT @ dyc  # without the part from later chunks
-    read_grad = (d.into(c.q).mT @ dyc - c.w.mT @ du).to(acc)
-    dm = adjoints(c.transition, after(read_grad), dlast.flatten(0, 1), MATRIX)
-    dstate = c.transition[:, 0].mT @ dm[:, 0] + read_grad[:, 0]
-    lam = c.solve.mT @ (du + c.write @ dm.to(work)).to(acc)
-    dv = (c.beta * lam).to(work)
-    dlower = -(lam @ u.mT.to(acc)).tril(-1)
-    right = c.v - d.into(c.k) @ start
-    dbeta = (lam * right).sum(-1, keepdim=True) + (dlower * c.kk).sum(-1, keepdim=True)
-    da = dyc @ u.mT
-    dq, dk = d.scores_backward(da, c.q, c.k)
-    read, written = d.scores_backward((c.beta * dlower).to(work), c.k, c.k)
-    dq = dq + d.into(dyc @ start.mT)
-    read = read - d.into(dv @ start.mT)
-    written = written + dk + d.out(u @ dm.mT.to(work))
-    dl = None
-    if decay is not None:
-        diagonal = c.q * dq.to(acc) + c.k * (read.to(acc) - written.to(acc))
-        dl = log_decay_gradient(decay, diagonal, dm * m)
-    diagonal = da.diagonal(dim1=-2, dim2=-1)[..., None]
-    dq, written = dq + diagonal * c.k, written + diagonal * c.q
-    grads = (from_chunks(x, inputs[2]) for x in (dq, read + written, dv))
-    return (*grads, from_chunks(dbeta, beta)[..., 0], dl, dstate.view_as(state))
+_run = chunkwise(_Delta)

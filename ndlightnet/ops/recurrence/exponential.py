@@ -1,6 +1,5 @@
 """Convolution with a sum of decaying exponentials, y_t = sum_(s <= t) K_(t-s) u_s with
-K_l = Re sum_j weight_j lambda_j^l: the output of a diagonal linear system (S4), and the Toeplitz
-product of MD-TPE.
+K_l = Re sum_j weight_j lambda_j^l: the output of a diagonal linear system (S4), and the Toeplitz product of MD-TPE.
 
 It runs in chunks: a Toeplitz matrix inside a chunk, and for earlier chunks states, one for each
 lambda. (With an FFT every output would have rounding errors of later tokens.)

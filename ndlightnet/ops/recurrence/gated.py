@@ -7,6 +7,7 @@ explicit and saves the memory after each chunk, nothing else of that size. No ex
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.chunks import (
     Decay,
     exact,
+    first_memory,
     floor_of,
     from_chunks,
     later_first,
     to_chunks,
-    whole,
+    unaliased,
     work_dtype,
 )
 from ndlightnet.ops.recurrence.scan import adjoints, before, memories
@@ -45,10 +47,9 @@ def gated_linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Run gated linear attention causally, from the memory `state` to the last memory.
 
-    q, k (batch, length, heads, dim), v (batch, length, heads, value_dim); log_decay <= 0, (batch,
-    length, heads, dim) or (..., 1) for one a head, default 0; clamped at -30 (float64: -60). state
-    (batch, heads, dim, value_dim). Returns y, like v, and the last memory in float32 (float64). A
-    token with k = 0 and log_decay = 0 changes nothing.
+    q, k (batch, length, heads, dim), v (batch, length, heads, value_dim); log_decay <= 0, (batch, length, heads, dim)
+    or (..., 1) for one a head, default 0; clamped at -30 (float64: -60). state (batch, heads, dim, value_dim). Returns
+    y, like v, and the last memory in float32 (float64). A token with k = 0 and log_decay = 0 changes nothing.
 
     impl: "torch", "fla" (flash-linear-attention's kernels), "reference" (token by token) or "auto":
     fla where it is supported, for 16-bit inputs on CUDA.
@@ -63,11 +64,7 @@ def gated_linear_attention(
             return memory.reference(q, k, keep.exp()[..., None], v, state)
         if chosen == "fla":
             return fla.gated_linear_attention(q, k, v, decay, state)
-        if plain():
-            c = _chunks(q, k, v, decay, state)
-            m = c.memories()
-            return from_chunks(c.outputs(m), v), m[:, -1].view_as(state)
-        y, last = _Gated.apply(q, k, v, decay, state)  # type: ignore[no-untyped-call]
+        y, last = _run(q, k, v, decay, state)
     return y, last
 
 
@@ -90,44 +87,36 @@ def check(
                 f"{(batch, n, heads, dim)}, or 1 instead of dim"
             )
         decay = log_decay.to(acc).clamp(min=floor_of(acc)).expand(batch, n, heads, -1)
-    if state is None:
-        return decay, torch.zeros(batch, heads, dim, value_dim, dtype=acc, device=k.device)
-    if tuple(state.shape) != (batch, heads, dim, value_dim):
-        raise ValueError(
-            f"state {tuple(state.shape)}: expected (batch, heads, dim, value_dim), {(batch, heads, dim, value_dim)}"
-        )
-    return decay, state.to(acc)
+    return decay, first_memory("state", state, (batch, heads, dim, value_dim), acc, k.device)
 
 
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        c = _chunks(q, k, v, decay, state)
-        m = c.memories()
-        ctx.save_for_backward(q, k, v, decay, state, m)
-        return whole(from_chunks(c.outputs(m), v)), m[:, -1].view_as(state).clone()
+def chunkwise(form: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a function of (q, k, v, ..., first memory) to the outputs and the last memory. form: of these inputs,
+    with `run`, which returns chunks of outputs and the memory after each, and the gradients of all, `backward`."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, decay, state, m), (dy, dlast) = ctx.saved_tensors, grads
-        with exact(q):
-            c, dl = _chunks(q, k, v, decay, state), None
-            dy = to_chunks(dy, c.v.dtype)
-            dq, dk, dv, dm, dstate, diagonal = c.gradients(m, dy, dlast.flatten(0, 1))
-            if decay is not None:
-                # a token's read of itself is in both terms, and would only cost digits
-                per_token = c.q * dq.to(m.dtype) - c.k * dk.to(m.dtype)
-                dl = log_decay_gradient(decay, per_token, dm * m)
-            dqkv = (dq + diagonal * c.k, dk + diagonal * c.q, dv)
-            return *(from_chunks(x, v) for x in dqkv), dl, dstate.view_as(state)
+    class Chunkwise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+            y, m = form(*inputs).run()
+            ctx.save_for_backward(*inputs, m)
+            return unaliased(from_chunks(y, inputs[2])), m[:, -1].view_as(inputs[-1]).clone()
 
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            *inputs, m = ctx.saved_tensors
+            with exact(m):
+                result: tuple[Tensor | None, ...] = form(*inputs).backward(inputs, m, *grads)
+                return result
 
-def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor) -> Chunks:
-    q, k, v = (to_chunks(x, work_dtype(v)) for x in (q, k, v))
-    return Chunks(q, k, v, Decay(None if decay is None else to_chunks(decay, state.dtype)), state)
+    def run(*inputs: Any) -> tuple[Tensor, Tensor]:
+        if not plain():
+            y, last = Chunkwise.apply(*inputs)  # type: ignore[no-untyped-call]
+            return y, last
+        y, m = form(*inputs).run()
+        return from_chunks(y, inputs[2]), m[:, -1].view_as(inputs[-1])
+
+    return run
 
 
 class Chunks:
@@ -161,6 +150,30 @@ class Chunks:
         dk = dk + d.out(v @ dm.mT.to(v.dtype))
         dv = d.scores(q, k).mT @ dy + d.out(k) @ dm.to(k.dtype)
         return dq, dk, dv, dm, dfirst, da.diagonal(dim1=-2, dim2=-1)[..., None]
+
+
+class _Gated(Chunks):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor) -> None:
+        q, k, v = (to_chunks(x, work_dtype(v)) for x in (q, k, v))
+        super().__init__(q, k, v, Decay(None if decay is None else to_chunks(decay, state.dtype)), state)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        m = self.memories()
+        return self.outputs(m), m
+
+    def backward(self, inputs: Sequence[Any], m: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        _, _, v, decay, state = inputs
+        dq, dk, dv, dm, dstate, diagonal = self.gradients(m, to_chunks(dy, self.v.dtype), dlast.flatten(0, 1))
+        dl = None
+        if decay is not None:
+            # a token's read of itself is in both terms, and would only cost digits
+            per_token = self.q * dq.to(m.dtype) - self.k * dk.to(m.dtype)
+            dl = log_decay_gradient(decay, per_token, dm * m)
+        dqkv = (dq + diagonal * self.k, dk + diagonal * self.q, dv)
+        return *(from_chunks(x, v) for x in dqkv), dl, dstate.view_as(state)
+
+
+_run = chunkwise(_Gated)
 
 
 def after(grad: Tensor) -> Tensor:

@@ -2,11 +2,10 @@
 
     m_t = f_t . m_(t-1) + e_t i_t^T        y_t = Re(m_t)^T s_t
 
-with e "expand", f "forget", i "input", s "shrink". "." is the element-wise product for
-`elementwise_memory` (f broadcasts to (dim, value_dim): full, row, column or scalar; real or
-complex) and the matrix product for `matrix_memory` (f is (dim, dim), from the left). All recurrent
-mixers of ndlightnet.nn.mixers are instances, and are tested as such; they have other forms
-that do not store all memories at once.
+with e "expand", f "forget", i "input", s "shrink". "." is the element-wise product for `elementwise_memory` (f
+broadcasts to (dim, value_dim): full, row, column or scalar; real or complex) and the matrix product for `matrix_memory`
+(f is (dim, dim), from the left). All recurrent mixers of ndlightnet.nn.mixers are instances, and are tested as such;
+they have other forms that do not store all memories at once.
 
 Shapes: shrink, expand (batch, length, heads, dim), inputs (batch, length, heads, value_dim), memory
 (batch, heads, dim, value_dim). Memories are float32 or wider; outputs have the inputs' dtype.
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.dtypes import accumulator, check_floats
-from ndlightnet.ops.recurrence.chunks import exact
+from ndlightnet.ops.recurrence.chunks import exact, first_memory
 from ndlightnet.ops.recurrence.scan import ELEMENTWISE, MATRIX, Rule, scan
 
 
@@ -48,8 +47,7 @@ def reference(
     memory: Tensor | None = None,
     product: Callable[[Tensor, Tensor], Tensor] = torch.mul,
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence token by token, by torch.mul or torch.matmul: the specification. Gradients
-    by autograd."""
+    """Run the recurrence token by token, by torch.mul or torch.matmul: the specification. Gradients by autograd."""
     memory = _check(shrink, expand, forget, inputs, memory, product is torch.matmul)
     dtype, real = inputs.dtype, accumulator(inputs)
     shrink, expand, inputs = (x.to(real) for x in (shrink, expand, inputs))
@@ -96,10 +94,4 @@ def _check(
     kind = accumulator(inputs)
     if forget.is_complex() or (memory is not None and memory.is_complex()):
         kind = torch.complex128 if kind == torch.float64 else torch.complex64
-    if memory is None:
-        return torch.zeros(batch, heads, dim, value_dim, dtype=kind, device=inputs.device)
-    if tuple(memory.shape) != (batch, heads, dim, value_dim):
-        raise ValueError(
-            f"memory {tuple(memory.shape)}: expected (batch, heads, dim, value_dim), {(batch, heads, dim, value_dim)}"
-        )
-    return memory.to(kind)
+    return first_memory("memory", memory, (batch, heads, dim, value_dim), kind, inputs.device)

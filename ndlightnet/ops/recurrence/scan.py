@@ -32,8 +32,7 @@ MAXIMUM = Rule(torch.add, lambda f, m, b: torch.maximum(b, f + m), -torch.inf)  
 
 
 def memories(f: Tensor | None, b: Tensor, first: Tensor, rule: Rule = ELEMENTWISE) -> Tensor:
-    """Return m_1 .. m_n along axis 1, from m_0 = `first`; no gradients (see `scan`) except as plain
-    operations.
+    """Return m_1 .. m_n along axis 1, from m_0 = `first`; no gradients (see `scan`) except as plain operations.
 
     b (batch, n, ...), whose first step is overwritten; first (batch, ...); f (batch or 1, n, ...)
     of a shape that the rule broadcasts; None: no decay.

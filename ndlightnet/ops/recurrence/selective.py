@@ -3,9 +3,8 @@ step, input and output weights depend on the token.
 
     m_t = exp(delta_t A) * m_(t-1) + (delta_t u_t) B_t^T        y_t = m_t C_t
 
-The decay is a full matrix (channels, state), so there is no form by matrix products; all memories
-of a segment come from an associative scan. The gradient is explicit and saves the memory before
-each segment only.
+The decay is a full matrix (channels, state), so there is no form by matrix products; all memories of a segment come
+from an associative scan. The gradient is explicit and saves the memory before each segment only.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.plain import plain
-from ndlightnet.ops.recurrence.chunks import exact, whole
+from ndlightnet.ops.recurrence.chunks import exact, first_memory, unaliased
 from ndlightnet.ops.recurrence.scan import adjoints, memories
 
 # Elements in the memories of a segment: on a CPU as many as its cache holds; elsewhere so many that
@@ -45,18 +44,15 @@ def selective_scan(
             "state), and (batch, length, state) twice"
         )
     acc = accumulator(u)
-    if memory is None:
-        memory = torch.zeros(batch, channels, state, dtype=acc, device=u.device)
-    if tuple(memory.shape) != (batch, channels, state):
-        raise ValueError(f"memory {tuple(memory.shape)}: expected {(batch, channels, state)}")
+    memory = first_memory("memory", memory, (batch, channels, state), acc, u.device)
     if n == 0:
-        return empty_result(u, delta, A, B, C), memory.to(acc)
+        return empty_result(u, delta, A, B, C), memory
     if plain():
         with exact(u):
             u_, delta_, b, c = (x.to(acc) for x in (u, delta, B, C))
-            m = memories(_decay(delta_, A.to(acc)), _outer(delta_ * u_, b), memory.to(acc))
+            m = memories(_decay(delta_, A.to(acc)), _outer(delta_ * u_, b), memory)
             return (m * c[..., None, :]).sum(-1).to(u.dtype), m[:, -1]
-    y, last = _Selective.apply(u, delta, A.to(acc), B, C, memory.to(acc))  # type: ignore
+    y, last = _Selective.apply(u, delta, A.to(acc), B, C, memory)  # type: ignore
     return y, last
 
 
@@ -75,7 +71,7 @@ class _Selective(torch.autograd.Function):
             outputs.append((m * c[..., None, :]).sum(-1))
             memory = m[:, -1].clone()
         ctx.save_for_backward(u, delta, A, B, C, *starts)
-        return whole(torch.cat(outputs, 1).to(u.dtype)), memory
+        return unaliased(torch.cat(outputs, 1).to(u.dtype)), memory
 
     @staticmethod
     @once_differentiable

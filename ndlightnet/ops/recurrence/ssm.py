@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.empty import empty_result
-from ndlightnet.ops.recurrence.chunks import CHUNK, exact
+from ndlightnet.ops.recurrence.chunks import CHUNK, exact, first_memory
 from ndlightnet.ops.recurrence.exponential import even, exponential_filter, gather
 
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
@@ -80,11 +80,7 @@ def diagonal_ssm(u: Tensor, z: Tensor, weight: Tensor, memory: Tensor | None = N
             f"u {tuple(u.shape)}, z {tuple(z.shape)}, weight {tuple(weight.shape)}: expected "
             "(batch, length, channels) and (channels, pairs) twice"
         )
-    if memory is None:
-        memory = torch.zeros(batch, *z.shape, dtype=COMPLEX[acc], device=u.device)
-    if tuple(memory.shape) != (batch, *z.shape):
-        raise ValueError(f"memory {tuple(memory.shape)}: expected {(batch, *z.shape)}")
-    memory = memory.to(COMPLEX[acc])
+    memory = first_memory("memory", memory, (batch, *z.shape), COMPLEX[acc], u.device)
     if n == 0:
         return empty_result(u, z, weight), memory
     chunks, size = even(n, CHUNK)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from torch.autograd import grad, gradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd import grad
 
-from ndlightnet.ops.recurrence import memory, selective
+from ndlightnet.ops.recurrence import selective
 from ndlightnet.ops.recurrence.selective import selective_scan
+
+from ..largest_tensor import LargestTensor
 
 LENGTHS = (1, 2, 5, 64, 67)
 
@@ -44,64 +45,6 @@ def test_segments_are_step_by_step(close, close_grads, segment, n):
     close_grads(ours, theirs, inputs, 1e-12)
 
 
-def test_it_is_a_memory_with_a_full_forget(close, segment):
-    """(state, channels), f = exp(delta A), e = B, i = delta u, s = C. With the input u, or with one
-    forget for a row or for a column, it is another."""
-    u, delta, a, b, c, m = sample(20)
-    f = (delta[:, :, None, None] * a.mT).exp()
-    shrink, expand = c[:, :, None], b[:, :, None]
-    y, last = selective_scan(u, delta, a, b, c, m)
-    expected = memory.reference(shrink, expand, f, (delta * u)[:, :, None], m.mT[:, None])
-    close(y, expected[0][:, :, 0], 1e-12)
-    close(last, expected[1][:, 0].mT, 1e-12)
-    for forget, inputs in ((f, u), (f[..., :1], delta * u), (f[..., :1, :], delta * u)):
-        other, _ = memory.reference(shrink, expand, forget, inputs[:, :, None], m.mT[:, None])
-        assert (other[:, :, 0] - y).abs().max() > 1e-2 * y.abs().max()
-
-
-@pytest.mark.parametrize("at", [0, 1, 6, 7, 8, 29, 30])
-def test_a_split_hands_its_memory_over(close, segment, at):
-    *tokens, m = sample(30)
-    u, delta, a, b, c = tokens
-    y, last = selective_scan(*tokens, m)
-    first, between = selective_scan(u[:, :at], delta[:, :at], a, b[:, :at], c[:, :at], m)
-    second, end = selective_scan(u[:, at:], delta[:, at:], a, b[:, at:], c[:, at:], between)
-    close(torch.cat([first, second], 1), y, 1e-12)
-    close(end, last, 1e-12)
-    close(selective_scan(*tokens)[0], selective_scan(*tokens, 0 * m)[0], 1e-15)
-
-
-def test_no_tokens_leave_the_memory():
-    inputs = sample(0)
-    y, last = selective_scan(*inputs)
-    assert y.shape == (2, 0, 3) and torch.equal(last, inputs[-1])
-
-
-def test_gradients_against_differences(monkeypatch):
-    monkeypatch.setattr(selective, "SEGMENT_CPU", 8)
-    assert gradcheck(selective_scan, sample(6, batch=1, channels=2, state=2, grads=True))
-
-
-def test_later_tokens_are_not_seen_at_all(segment):
-    inputs = sample(20, grads=True)
-    y, _ = selective_scan(*inputs)
-    for t in (0, 6, 7, 13):
-        pulled = grad(y[:, t].sum(), [*inputs[:2], *inputs[3:5]], retain_graph=True)
-        assert not any(g[:, t + 1 :].any() for g in pulled) and pulled[0][:, : t + 1].all()
-
-
-def test_a_token_without_a_step_is_neutral(close):
-    u, delta, a, b, c, m = sample(9)
-    some = torch.tensor([0, 2, 3, 6, 8])
-    wide = torch.zeros_like(delta)
-    wide[:, some] = delta[:, some]
-    y, last = selective_scan(u, wide, a, b, c, m)
-    parts = (x[:, some] for x in (u, delta)), (x[:, some] for x in (b, c))
-    few, end = selective_scan(*parts[0], a, *parts[1], m)
-    close(y[:, some], few, 1e-13)
-    close(last, end, 1e-13)
-
-
 @pytest.mark.parametrize("step", [1e-42, 1e-20, 1e4, 1e20])
 def test_extreme_steps_stay_finite_and_right_in_float32(close, step):
     """From those that underflow to those after which nothing is left of what was."""
@@ -136,19 +79,6 @@ def test_low_precision_inputs_and_autocast(close):
         close(x, y, 1e-4)
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers in a tensor that is made."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return out
-
-
 def test_what_is_held_and_kept(monkeypatch):
     """Memories of a segment at a time; of those, one before each segment is kept."""
     inputs = sample(64, batch=1, channels=8, state=16, grads=True)
@@ -158,7 +88,7 @@ def test_what_is_held_and_kept(monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()), lambda x: x):
         selective_scan(*inputs)
     assert sum(kept) == sum(x.numel() for x in inputs[:5]) + 8 * one
-    with Largest() as made:
+    with LargestTensor() as made:
         y, _ = selective_scan(*inputs)
         y.square().sum().backward()
     assert made.numel <= max(8 * one, 64 * 16) < all_memories

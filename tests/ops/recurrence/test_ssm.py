@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-from torch.autograd import grad, gradcheck
+from torch.autograd import grad
 
-from ndlightnet.nn.mixers.s5 import S5
-from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.selective import selective_scan
 from ndlightnet.ops.recurrence.ssm import diagonal_ssm, discretize, legs, powers, zero_order_hold
 from ndlightnet.ops.recurrence.wkv import mean, merge, token, weighted_sums
@@ -33,12 +31,6 @@ def step_by_step(u, z, weight, x):
     return torch.stack(outputs, 1), x
 
 
-def kernel(z, weight, n):
-    """(channels, n)"""
-    lags = torch.arange(n, dtype=torch.float64)
-    return 2 * (weight[..., None] * (z[..., None] * lags).exp()).sum(1).real
-
-
 def real(*xs):
     return [torch.view_as_real(x) if x.is_complex() else x for x in xs]
 
@@ -57,84 +49,6 @@ def test_chunks_are_step_by_step(close, close_grads, n):
     for a, b in zip(ours, theirs, strict=True):
         close(a, b, 1e-12)
     close_grads(ours, theirs, inputs, 1e-11)
-
-
-@pytest.mark.parametrize("n", LENGTHS)
-def test_kernel_and_fft(close, n):
-    """By FFT over 2 n, with zeros behind; over n its end would come round to the start."""
-    u, z, weight, _ = sample(n)
-    y, lags = diagonal_ssm(u, z, weight)[0], kernel(z, weight, n)
-    lag = torch.arange(n)[:, None] - torch.arange(n)
-    close(y, torch.einsum("cts,bsc->btc", lags[:, lag.clamp(min=0)].tril(), u), 1e-12)
-
-    def by_fft(size):
-        product = torch.fft.rfft(u, size, 1) * torch.fft.rfft(lags.mT, size, 0)
-        return torch.fft.irfft(product, size, 1)[:, :n]
-
-    close(y, by_fft(2 * n), 1e-12)
-    if n > 1:
-        assert (y - by_fft(n)).abs().max() > 1e-3 * y.abs().max()
-
-
-def test_it_is_a_matrix_memory_a_channel(close):
-    """Memory (2 pairs, 1), f a rotation that shrinks, e one vector, i = u_t."""
-    u, z, weight, x = sample(70)
-    f, start = rotations(z)[None, None], torch.view_as_real(x).flatten(-2)[..., None]
-    s = torch.view_as_real(2 * weight.conj()).flatten(1).expand(2, 70, -1, -1)
-    e = torch.tensor([1.0, 0], dtype=torch.float64).repeat(4).expand(2, 70, 3, -1)
-    y, last = diagonal_ssm(u, z, weight, x)
-    expected = memory.reference(s, e, f, u[..., None], start, torch.matmul)
-    close(y, expected[0][..., 0], 1e-12)
-    close(torch.view_as_real(last).flatten(-2)[..., None], expected[1], 1e-12)
-
-
-def test_tied_s4_is_one_filter_for_all_channels_and_not_s5(close):
-    """A memory (2 pairs, channels) with one e and one s: what the note calls S5. In S5 every output
-    has something of every input."""
-    u, z, weight, _ = sample(30, channels=3)
-    e = torch.tensor([1.0, 0], dtype=torch.float64).repeat(4).expand(2, 30, 1, -1)
-    s = torch.view_as_real(2 * weight[:1].conj()).flatten(1).expand(2, 30, 1, -1)
-    f = rotations(z[:1])[None, None]
-    u.requires_grad_()
-    y, _ = memory.matrix_memory(s, e, f, u[:, :, None])
-    close(y[:, :, 0], diagonal_ssm(u, z[:1].expand(3, 4), weight[:1].expand(3, 4))[0], 1e-12)
-    close(y[:, :, 0, 1], diagonal_ssm(u[..., 1:2], z[:1], weight[:1])[0][..., 0], 1e-12)
-    pulled = grad(y[:, -1, 0, 0].sum(), u)[0]
-    assert pulled[..., 0].all() and not pulled[..., 1:].any()
-    m = S5(3, 8).double()
-    parts = m.inputs(u, None)
-    read, _ = m.recur(parts, m.initial_memory(2, None), 2)
-    assert grad(read[:, -1, 0].sum(), u)[0].all()
-
-
-@pytest.mark.parametrize("n, at", [(6, i) for i in range(7)] + [(200, i) for i in (1, 63, 64, 130)])
-def test_a_split_hands_its_states_over(close, n, at):
-    u, z, weight, x = sample(n)
-    y, last = diagonal_ssm(u, z, weight, x)
-    first, between = diagonal_ssm(u[:, :at], z, weight, x)
-    second, end = diagonal_ssm(u[:, at:], z, weight, between)
-    close(torch.cat([first, second], 1), y, 1e-12)
-    close(torch.view_as_real(end), torch.view_as_real(last), 1e-12)
-
-
-def test_no_tokens_leave_the_states():
-    u, z, weight, x = sample(0)
-    y, last = diagonal_ssm(u, z, weight, x)
-    assert y.shape == u.shape and torch.equal(last, x)
-
-
-@pytest.mark.parametrize("n", [1, 6, 66])
-def test_gradients_against_differences(n):
-    inputs = sample(n, batch=1, channels=2, pairs=2, grads=True)
-    assert gradcheck(diagonal_ssm, inputs, fast_mode=n > 6)
-
-
-def test_later_tokens_are_not_seen_at_all():
-    u, z, weight, x = sample(150, grads=True)
-    y, _ = diagonal_ssm(u, z, weight, x)
-    for t in (0, 63, 64, 100):
-        pulled = grad(y[:, t].sum(), u, retain_graph=True)[0]
-        assert not pulled[:, t + 1 :].any() and pulled[:, : t + 1].all()
 
 
 def test_float32_is_as_good_for_fast_turns_as_for_slow_ones(close):

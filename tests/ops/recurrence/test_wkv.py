@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.autograd import grad, gradcheck
 
-from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.wkv import LOWEST, empty, mean, means, merge, token, weighted_sums
 
 LENGTHS = (1, 2, 5, 63, 64, 65, 131)
@@ -50,55 +49,6 @@ def test_it_is_a_softmax(close, close_grads, n):
     close_grads(y, expected, inputs, 1e-11)
 
 
-@pytest.mark.parametrize("n", [1, 5, 70])
-def test_it_is_a_memory_of_one_row_that_is_read_before_it_is_written(close, n):
-    """(1, 2), f = exp(-w), e = exp(k), i = [v, 1]."""
-    k, v, decay, _ = sample(n)
-    past, last = weighted_sums(k, v, decay[None, None])
-    i = torch.stack([v, torch.ones_like(v)], -1)
-    f, e = (-decay).exp()[None, None, :, None, None], k.exp()[..., None]
-    y, end = memory.reference(torch.ones_like(e), e, f, i)
-    close(true(last), end[:, :, 0].mT, 1e-12)
-    close(true(past[:, 1:]), y[:, :-1].mT, 1e-12)
-    assert not past[:, 0, :2].any()
-
-
-def test_wrong_variants_are_far_off():
-    """The note's, without denominator and bonus; the neighbour decayed; the token in its past."""
-    k, v, decay, bonus = sample(40)
-    y = dense(k, v, decay, bonus)
-    past, last = weighted_sums(k, v, decay[None, None])
-    after = torch.cat([past[:, 1:], last[:, None]], 1)
-    own = token(k + bonus, v)
-    late = torch.cat([past[..., :2, :], past[..., 2:, :] - decay], -2)
-    for other in (
-        true(after)[..., 0, :],
-        true(merge(past, own))[..., 0, :],
-        mean(after),
-        mean(merge(late, own)),
-        mean(merge(past, token(k, v))),
-    ):
-        assert (other - y).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("at", [0, 1, 6, 63, 64, 100, 130])
-def test_a_split_hands_its_sums_over(close, at):
-    k, v, decay, bonus = sample(130, size=30.0)
-    y, last = wkv(k, v, decay, bonus)
-    first, between = wkv(k[:, :at], v[:, :at], decay, bonus)
-    second, end = wkv(k[:, at:], v[:, at:], decay, bonus, between)
-    close(torch.cat([first, second], 1), y, 1e-12)
-    close(true(end), true(last), 1e-12)
-    assert between.shape == last.shape == (2, 3, 3)
-
-
-def test_no_tokens_leave_the_sums():
-    k, v, decay, _ = sample(0)
-    held = torch.randn(2, 3, 3, dtype=torch.float64)
-    past, last = weighted_sums(k, v, decay[None, None], held)
-    assert past.shape == (2, 0, 3, 3) and torch.equal(last, held)
-
-
 def test_gradients_against_differences():
     """Also those of a memory and of the sums at the end, as long as the exponent goes with them."""
     held = torch.rand(1, 2, 2, dtype=torch.float64, requires_grad=True)
@@ -110,14 +60,6 @@ def test_gradients_against_differences():
 
     assert gradcheck(run, (*sample(6, batch=1, channels=2, grads=True), held))
     assert gradcheck(run, (*sample(70, batch=1, channels=2, grads=True), held), fast_mode=True)
-
-
-def test_later_tokens_are_not_seen_at_all():
-    k, v, decay, bonus = sample(150, grads=True)
-    y = wkv(k, v, decay, bonus)[0]
-    for t in (0, 63, 64, 100):
-        pulled = grad(y[:, t].sum(), (k, v), retain_graph=True)
-        assert not any(g[:, t + 1 :].any() for g in pulled) and pulled[1][:, t].all()
 
 
 @pytest.mark.parametrize("size", [300.0, 1000.0])
@@ -155,11 +97,6 @@ def test_the_exponent_is_the_largest_one_over_many_tokens(close):
     close(past[:, :, 2], torch.stack(expected, 1), 1e-12)
     close(last[:, 2], top, 1e-12)
     assert (last[:, 1] >= 1 - 1e-9).all()
-
-
-def test_a_shift_of_all_keys_changes_nothing(close):
-    k, v, decay, bonus = sample(90)
-    close(wkv(k + 500, v, decay, bonus)[0], wkv(k, v, decay, bonus)[0], 1e-11)
 
 
 def test_a_token_of_no_weight_and_no_decay_is_neutral(close):

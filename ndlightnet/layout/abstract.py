@@ -65,8 +65,7 @@ class Layout(ABC):
 
     # -------------------------------------------------------------------------- questions
     def merge(self, state: Any) -> Any:
-        """Return the State (ndlightnet.ops.State) of all that a sample has, from that of each row
-        (batch, ...)."""
+        """Return the State (ndlightnet.ops.State) of all that a sample has, from that of each row (batch, ...)."""
         return state
 
     def before(self, state: Any, after: Callable[[], Any], window: int | None, forget: Any) -> Any:
@@ -140,9 +139,8 @@ class Layout(ABC):
         """Return the number of tokens of all samples, or of each, (samples, 1) int64, 1 or more."""
 
     def pool(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the mean over the tokens of each sample: (batch, length, dim) -> (samples, dim).
-        mask: (batch, length) bool, False = padding, which does not count. Sums are float32 or
-        wider."""
+        """Return the mean over the tokens of each sample: (batch, length, dim) -> (samples, dim). mask: (batch, length)
+        bool, False = padding, which does not count. Sums are float32 or wider."""
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
         if mask is None:
             return (self.total(self.sums(exact)) / self.token_counts(x.device)).to(x.dtype)

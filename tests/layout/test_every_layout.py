@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,7 @@ from ndlightnet.ops.local_mixing import dense, local_mixing, star
 from ndlightnet.parallel import Slab, SlabPack
 
 from .arrangements import BOXES, GRIDS, PACKS, PACKS_OF_SLABS, SLABS, Arrangement
-from .threads import on_threads
+from .slab_threads import on_threads
 
 HEADS, DIM = 2, 8
 Weights = dict[str, Tensor]
@@ -130,42 +131,54 @@ OPERATIONS = MERGED | {
 }
 
 
-def check(operation: Operation, arrangement: Arrangement, masked: bool) -> None:
-    """Compare the values at tokens that are not hidden, and all gradients."""
-    shapes, inputs = arrangement.shapes, operation.inputs
-    masks = [torch.rand(shape) > 0.3 if masked else torch.ones(shape, dtype=torch.bool) for shape in shapes]
-    samples = {name: [torch.randn(*s, *more, dtype=torch.float64) for s in shapes] for name, more in inputs.items()}
-    for name in operation.hidden if masked else ():
-        for x, mask in zip(samples[name], masks, strict=True):
-            x[~mask] = torch.nan
-    sizes = operation.weights(len(shapes[0]))
-    weights = {name: torch.randn(size, dtype=torch.float64).requires_grad_() for name, size in sizes.items()}
-    leaves = [x.requires_grad_() for each in samples.values() for x in each] + list(weights.values())
+def apply(operation: Operation, arrangement: Arrangement, samples: Any, masks: Any, weights: Weights) -> list[Tensor]:
+    """Return the result of each sample. samples: of each input; masks: None or one of each sample."""
 
     def run(layout: Layout, rank: int) -> Tensor:
         x = {name: arrangement.rows(each, rank) for name, each in samples.items()}
-        return operation.run(layout, x, arrangement.rows(masks, rank) if masked else None, weights)
+        return operation.run(layout, x, masks and arrangement.rows(masks, rank), weights)
 
-    expected = [
-        operation.run(
-            Grid(shape),
-            {name: each[i].flatten(0, len(shape) - 1)[None] for name, each in samples.items()},
-            masks[i].flatten()[None] if masked else None,
-            weights,
-        )[0].unflatten(0, shape)
-        for i, shape in enumerate(shapes)
-    ]
-    actual = arrangement.joined(arrangement.run(run))
+    return arrangement.joined(arrangement.run(run))
+
+
+def alone(operation: Operation, shapes: Any, samples: Any, masks: Any, weights: Weights) -> list[Tensor]:
+    """Return the same of each sample by itself."""
+    results = []
+    for i, shape in enumerate(shapes):
+        single = Arrangement("", (shape,))
+        x = {name: each[i : i + 1] for name, each in samples.items()}
+        results += apply(operation, single, x, masks and masks[i : i + 1], weights)
+    return results
+
+
+def draw(operation: Operation, shapes: Any) -> tuple[dict[str, list[Tensor]], Weights]:
+    """Draw the inputs of samples, and weights."""
+    inputs = {name: [torch.randn(*s, *n).double() for s in shapes] for name, n in operation.inputs.items()}
+    return inputs, {name: torch.randn(size).double() for name, size in operation.weights(len(shapes[0])).items()}
+
+
+def check(operation: Operation, arrangement: Arrangement, masked: bool) -> None:
+    """Compare the values at tokens that are not hidden, and all gradients."""
+    shapes = arrangement.shapes
+    masks = [torch.rand(shape) > 0.3 if masked else torch.ones(shape, dtype=torch.bool) for shape in shapes]
+    samples, weights = draw(operation, shapes)
+    for name in operation.hidden if masked else ():
+        for x, mask in zip(samples[name], masks, strict=True):
+            x[~mask] = torch.nan
+    leaves = [x.requires_grad_() for x in (*chain(*samples.values()), *weights.values())]
+    hiding = masks if masked else None
+    actual = apply(operation, arrangement, samples, hiding, weights)
+    expected = alone(operation, shapes, samples, hiding, weights)
     ours, theirs = (torch.cat([y[mask] for y, mask in zip(ys, masks, strict=True)]) for ys in (actual, expected))
     assert theirs.isfinite().all()
     torch.testing.assert_close(ours, theirs)
     scale = torch.randn_like(theirs)
     both = [torch.autograd.grad((y * scale).sum(), leaves, allow_unused=True) for y in (ours, theirs)]
-    for one, other in zip(*both, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert other.isfinite().all()
-            torch.testing.assert_close(one, other)
+    for ours, theirs in zip(*both, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert theirs.isfinite().all()
+            torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
@@ -205,25 +218,14 @@ FIRST = [*GRIDS[1:3], PACKS[1], SLABS[0], SLABS[3], PACKS_OF_SLABS[0]]
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if "causal" in name])
 def test_what_is_not_finite_stays_behind(name, arrangement):
     """NaN in the last frame of each sample reaches no earlier frame."""
-    operation, shapes = OPERATIONS[name], arrangement.shapes
-    sizes = operation.weights(len(shapes[0]))
-    weights = {key: torch.randn(size, dtype=torch.float64) for key, size in sizes.items()}
-    samples = {key: [torch.randn(*s, *n).double() for s in shapes] for key, n in operation.inputs.items()}
+    operation = OPERATIONS[name]
+    samples, weights = draw(operation, arrangement.shapes)
     behind = {key: [x.clone() for x in each] for key, each in samples.items()}
-    for each in behind.values():
-        for x in each:
-            x[-1] = torch.nan
-
-    def run(inputs: dict[str, list[Tensor]]) -> list[Tensor]:
-        rows = arrangement.run(
-            lambda layout, rank: operation.run(
-                layout, {key: arrangement.rows(each, rank) for key, each in inputs.items()}, None, weights
-            )
-        )
-        return [y[:-1] for y in arrangement.joined(rows)]
-
-    for one, other in zip(run(behind), run(samples), strict=True):
-        torch.testing.assert_close(one, other)
+    for x in chain(*behind.values()):
+        x[-1] = torch.nan
+    actual, expected = (apply(operation, arrangement, x, None, weights) for x in (behind, samples))
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours[:-1], theirs[:-1])
 
 
 @pytest.mark.parametrize("arrangement", [*GRIDS, *PACKS, *SLABS, *PACKS_OF_SLABS, *BOXES], ids=lambda one: one.name)
@@ -233,7 +235,7 @@ def test_stochastic_depth_drops_whole_samples(arrangement):
     dropped = set()
     for _ in range(8):
         rows = arrangement.run(lambda layout, rank: layer(arrangement.rows(samples, rank), layout))
-        means = [x.mean().item() for x in arrangement.joined(rows)]
+        means = [x.mean().item() for x in arrangement.joined(rows) if x.numel()]
         assert set(means) <= {0.0, 2.0}
         dropped.add(tuple(means))
     assert len(dropped) > 1
@@ -252,14 +254,11 @@ def test_convolutions_and_norms_see_the_whole(kind, arrangement):
     layer = (NormSiLU(DIM) if kind == "norm" else ConvBlock(dims, DIM, DIM)).double()
     operation = Operation(partial(convolve, layer), {"x": (DIM,)}, (), nothing)
     check(operation, arrangement, False)
-    samples = [torch.randn(*shape, DIM, dtype=torch.float64) for shape in arrangement.shapes]
-
-    def run(layout: Layout, rank: int) -> Tensor:
-        with torch.no_grad():
-            return convolve(layer, layout, {"x": arrangement.rows(samples, rank)}, None, {})
-
-    expected = convolve(layer, Grid(arrangement.shapes[0]), {"x": torch.stack(samples).flatten(1, dims)}, None, {})
-    torch.testing.assert_close(torch.stack(arrangement.joined(arrangement.run(run))).flatten(1, dims), expected)
+    samples, _ = draw(operation, arrangement.shapes)
+    with torch.no_grad():
+        actual = apply(operation, arrangement, samples, None, {})
+        expected = alone(operation, arrangement.shapes, samples, None, {})
+    torch.testing.assert_close(torch.stack(actual), torch.stack(expected))
 
 
 STATE = HEADS * (2 * DIM + 2 * DIM * 3)  # numbers of a sample's State with angles
@@ -277,14 +276,14 @@ SENT = {  # by the first of two slabs of 3 and 2 planes of 4 cells: collectives,
 
 @pytest.mark.parametrize("name", SENT)
 def test_what_slabs_send(name):
-    slabs, operation, sent = SLABS[1], OPERATIONS[name], []
-    weights = {key: torch.randn(size).double() for key, size in operation.weights(2).items()}
+    slabs, operation = SLABS[1], OPERATIONS[name]
+    samples, weights = draw(operation, slabs.shapes)
+    sent = []
 
-    def run(layout: Layout, rank: int) -> None:
-        x = {key: torch.randn(2, layout.length, *size).double() for key, size in operation.inputs.items()}
+    def run(layout: Any, rank: int) -> None:
+        x = {key: slabs.rows(each, rank) for key, each in samples.items()}
         operation.run(layout, x, None, weights)
-        exchange: Any = layout.exchange  # type: ignore[attr-defined]
-        sent.append((rank, exchange.calls, exchange.numbers / 2))
+        sent.append((rank, layout.exchange.calls, layout.exchange.numbers / len(slabs.shapes)))
 
     slabs.run(run)
     assert sorted(sent)[0][1:] == SENT[name]

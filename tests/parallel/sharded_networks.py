@@ -22,8 +22,10 @@ class Case(NamedTuple):
     words: int = 0  # the vocabulary of a language model
 
     @property
-    def axes(self) -> range:
-        return range(1 if self.words else len(self.shape) - 1)
+    def axes(self) -> list[int]:
+        """All axes where there is a mask, else the first and the last one."""
+        axes = range(1 if self.words else len(self.shape) - 1)
+        return [*axes] if self.masked else sorted({0, axes[-1]})
 
 
 def _net(dims: int, patch: int = 2, depth: int = 2, **how: object) -> Callable[[], nn.Module]:
@@ -35,6 +37,8 @@ def _net(dims: int, patch: int = 2, depth: int = 2, **how: object) -> Callable[[
 def _mixer(**how: object) -> partial:
     return partial(mixers.LightNetAttention, **how)
 
+
+_hybrid: dict[str, Any] = {"convs": (1, 1, 0), "depths": (0, 0, 1), "size": "hybrid", "deep_supervision": True}
 
 # sizes that nothing divides; with two, three and four slabs these are uneven
 CASES: dict[str, Case] = {
@@ -54,22 +58,8 @@ CASES: dict[str, Case] = {
     "video, windows that forget": Case(_net(3, causal=True, mixer=_mixer(window=3, forget=0.1)), (1, 13, 9, 9)),
     "signal, causal, forgets": Case(_net(1, causal=True, mixer=_mixer(forget=[0.1])), (3, 23)),
     "signal, causal, window": Case(_net(1, causal=True, mixer=_mixer(window=5)), (3, 23)),
-    "U-Net M": Case(partial(NDLightUNet, 3, 1, 3, widths=(8, 16, 32)), (1, 17, 16, 18), 4),
-    "U-Net, hybrid": Case(
-        partial(
-            NDLightUNet,
-            3,
-            1,
-            3,
-            widths=(8, 16, 32),
-            convs=(1, 1, 0),
-            depths=(0, 0, 1),
-            size="hybrid",
-            deep_supervision=True,
-        ),
-        (1, 16, 17, 16),
-        4,
-    ),
+    "U-Net M": Case(partial(NDLightUNet, 3, 1, 3, widths=(8, 8, 16)), (1, 11, 8, 10), 4),
+    "U-Net, hybrid": Case(partial(NDLightUNet, 3, 1, 3, widths=(8, 16, 32), **_hybrid), (1, 12, 9, 8), 4),
     "U-Net, images": Case(partial(NDLightUNet, 2, 3, 3, widths=(8, 16), mixer=_mixer(radius=2)), (3, 18, 17)),
     "U-Net, series": Case(partial(NDLightUNet, 4, 1, 3, widths=(8, 16)), (1, 8, 9, 8, 8)),
     "U-Net, causal series": Case(partial(NDLightUNet, 4, 1, 3, widths=(8, 16), causal=True), (1, 8, 9, 8, 8)),
@@ -109,6 +99,24 @@ def slab(x: Tensor, dim: int, multiple: int = 1) -> Tensor:
     return x.split(sizes, dim)[dist.get_rank()]
 
 
-def error_of(found: Tensor, expected: Tensor, largest: Tensor) -> float:
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    return ((found - expected).abs().max() / largest.abs().max()).item()
+def error_of(actual: Tensor, expected: Tensor, largest: Tensor) -> float:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    return ((actual - expected).abs().max() / largest.abs().max()).item()
+
+
+def gradients(net: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of all parameters, zeros where there is none, and delete them."""
+    loss.backward()
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}
+    net.zero_grad()
+    return grads
+
+
+def gradient_error(actual: dict[str, Tensor], expected: dict[str, Tensor], mean: bool = True) -> float:
+    """Return the largest error relative to the largest gradient: of the mean over the processes, or of each."""
+    assert actual.keys() == expected.keys()
+    flat, wanted = (torch.cat([grad.flatten() for grad in grads.values()]) for grads in (actual, expected))
+    if mean:
+        dist.all_reduce(flat)
+        flat = flat / dist.get_world_size()
+    return error_of(flat, wanted, wanted)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ndlightnet.layout.base import Future
+from ndlightnet.layout.abstract import Future
 from ndlightnet.parallel import Exchange
 
 SECONDS = 20
