@@ -185,17 +185,19 @@ def by_autograd(
     function: Callable[..., Tensor] = _by_torch,
 ) -> list[Tensor | None]:
     """Return the same, of `function`, differentiable if `second`."""
+    learnt = (True, *wants[1:])  # torch 2.11 crashes on a CPU where channels-last cells want no gradient
     with torch.enable_grad():
         # other tensors of the same numbers: x may depend on residual
         inputs: list[Any] = [
-            y if y is None else y.view_as(y) if second else y.detach().requires_grad_(want)
-            for y, want in zip(saved, wants, strict=True)
+            y if y is None else y.view_as(y) if second and want else y.detach().requires_grad_(needed)
+            for y, want, needed in zip(saved, wants, learnt, strict=True)
         ]
         x, weight, bias, residual = inputs
-        learnt = [y for y, want in zip(inputs, wants, strict=True) if want]
         out = function(x, weight, bias, residual, eps)
-        grads = iter(torch.autograd.grad(out, learnt, dout, create_graph=second))
-    return [next(grads) if want else None for want in wants]
+        sources = [y for y, needed in zip(inputs, learnt, strict=True) if needed]
+        grads = iter(torch.autograd.grad(out, sources, dout, create_graph=second))
+    computed = [next(grads) if needed else None for needed in learnt]
+    return [grad if want else None for grad, want in zip(computed, wants, strict=True)]
 
 
 def _overwrite(x: Tensor, *inputs: Any) -> None:

@@ -60,7 +60,7 @@ def test_it_is_the_recurrence(close, shape, complex_):
 
 
 @pytest.mark.slow
-def test_autocast_and_fullgraph_change_nothing():
+def test_autocast_changes_nothing_and_fullgraph_only_rounds():
     s, e, i, m = inputs = [x.detach().float().requires_grad_() for x in given(4)]
     f, matrix = torch.rand(2, 4, 3, 4, 5), torch.rand(2, 4, 3, 4, 4)
 
@@ -78,7 +78,9 @@ def test_autocast_and_fullgraph_change_nothing():
     torch.compiler.reset()
     compiled = results(torch.compile(run, fullgraph=True, backend="aot_eager"))
     for a, b, c in zip(expected, auto, compiled, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
+        assert torch.equal(a, b)
+        # a graph may round products and sums in another order
+        assert (a - c).abs().max() <= 4 * torch.finfo(a.dtype).eps * a.abs().max()
     for a, b in zip(expected, slow, strict=False):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
