@@ -38,7 +38,8 @@ from ndlightnet.training import AveragedWeights
 from ndlightnet.training.core.costs import state_size
 from ndlightnet.training.core.optim import warm_cosine
 from ndlightnet_evidence import catalogue, plots, runner, sets, tables
-from ndlightnet_evidence.graphs import Steps
+from ndlightnet_evidence.cuda_graphs import Steps
+from ndlightnet_evidence.device_memory import seconds
 from ndlightnet_evidence.load import load
 from ndlightnet_evidence.tables import Run
 
@@ -112,7 +113,7 @@ def measure(o: Namespace, study: Study, row: dict[str, Any], seed: int) -> Run:
         before = torch.cuda.memory_allocated()
     steps = begin(o, study, row, seed)
     steps(0.0, *first)  # captures the graph
-    times = [sets.seconds(partial(steps, 0.0, *batch)) for batch in batches]
+    times = [seconds(partial(steps, 0.0, *batch)) for batch in batches]
     peak = {"peak_memory_gb": (torch.cuda.max_memory_allocated() - before) / 1e9} if cuda else {}
     return {"step_ms": 1e3 * statistics.median(times), **peak}
 

@@ -45,7 +45,7 @@ from ndlightnet import NDLightNet
 from ndlightnet.training.core.costs import state_size
 from ndlightnet.training.core.optim import warm_cosine
 from ndlightnet_evidence import catalogue, plots, runner, tables
-from ndlightnet_evidence.graphs import Steps
+from ndlightnet_evidence.cuda_graphs import Steps
 from ndlightnet_evidence.tables import Run
 
 CONFIGS = Path(__file__).parent / "configs" / "memory"

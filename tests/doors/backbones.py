@@ -19,7 +19,7 @@ import ndlightnet.integrations.timm  # noqa: F401
 from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.integrations.monai_encoders import UNETREncoder
 
-from .cases import Case, NotApplicable
+from .door_models import Case, NotApplicable
 
 NAME = "ndlightnet_tiny_local"
 DEPTH = 2  # blocks, so that features of inner ones differ from the last ones
@@ -87,7 +87,7 @@ def monai(case: Case, tmp_path: Path) -> None:
 def _network(case: Case) -> Any:
     assert isinstance(case.make, partial)
     if case.make.func not in (NDLightNet, NDLightUNet):
-        raise NotApplicable(f"{case.make.func.__name__} is a layer: see attention.py beside this file")
+        raise NotApplicable(f"{case.make.func.__name__} is a layer: see layer_doors.py beside this file")
     return (case.make() if case.make.func is NDLightUNet else case.make(depth=DEPTH)).eval()
 
 

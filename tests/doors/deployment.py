@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.func import functional_call, grad, jvp, vmap
 
-from .cases import Case
+from .door_models import Case
 
 BEYOND = 2e-5  # roundings of 6e-8 that a few hundred operations grow; outputs are of order 1
 EXACT = 1e-10  # float64: 1e-16 likewise, for gradients of up to some hundreds

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ndlightnet import MultiheadAttention, mixers
 from ndlightnet.ops import lightnet_attention
 
-from .cases import CASES, WORDS, Case, NotApplicable
+from .door_models import CASES, WORDS, Case, NotApplicable
 
 STEPS = 2
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ndlightnet.models.hub import Pretrained
 
-from .cases import Case, NotApplicable
+from .door_models import Case, NotApplicable
 
 
 def _outputs(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .cases import CASES, Case, NotApplicable
+from .door_models import CASES, Case, NotApplicable
 
 Door = Callable[[Case, Path], None]
 ROOT = Path(__file__).parents[2]
@@ -23,12 +23,12 @@ DOORS = {
     "aoti": (["deployment"], []),
     "trace": (["deployment"], []),
     "func": (["deployment"], []),
-    "ddp": (["parallel"], []),
-    "fsdp2": (["parallel"], []),
+    "ddp": (["data_parallel"], []),
+    "fsdp2": (["data_parallel"], []),
     "hub": (["persistence"], ["huggingface_hub", "safetensors"]),
     "safetensors": (["persistence"], ["safetensors"]),
-    "timm": (["backbones", "attention"], ["timm", "monai", "segmentation_models_pytorch"]),
-    "monai": (["backbones", "attention"], ["timm", "monai", "segmentation_models_pytorch"]),
+    "timm": (["backbones", "layer_doors"], ["timm", "monai", "segmentation_models_pytorch"]),
+    "monai": (["backbones", "layer_doors"], ["timm", "monai", "segmentation_models_pytorch"]),
     "smp": (["backbones"], ["timm", "monai", "segmentation_models_pytorch"]),
     "transformers": (["huggingface"], ["transformers", "diffusers"]),
     "diffusers": (["huggingface"], ["transformers", "diffusers"]),
@@ -86,9 +86,9 @@ def test_cell(model: str, door: str, tmp_path: Path) -> None:
         with pytest.raises(kind, match=re.escape(reason)):
             opened(files[0], door)(CASES[model], tmp_path)
         return
-    for file in files:  # attention.py is about layers, backbones.py about networks
+    for file in files:  # layer_doors.py is about layers, backbones.py about networks
         about_layers = model == LAYER or model.startswith("mixer")
-        if (file == "attention" and not about_layers) or (file == "backbones" and model == LAYER):
+        if (file == "layer_doors" and not about_layers) or (file == "backbones" and model == LAYER):
             continue
         opened(file, door)(CASES[model], tmp_path)
 

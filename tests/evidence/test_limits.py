@@ -3,7 +3,7 @@
 import pytest
 
 import limits
-from ndlightnet_evidence import processes
+from ndlightnet_evidence import gpu_processes
 
 from .job import job
 
@@ -18,7 +18,7 @@ from .job import job
     ],
 )
 def test_processes_answer_or_say_why_not(count, end, answer):
-    assert processes.launch(count, job, n=3, end=end) == answer
+    assert gpu_processes.launch(count, job, n=3, end=end) == answer
 
 
 @pytest.mark.parametrize("largest, gpus", [(448, 1), (448, 2), (96, 1)])
@@ -42,11 +42,11 @@ def test_the_largest_cube_is_the_first_that_fits(monkeypatch, largest, gpus):
 def test_scaling_is_compared_with_one_card(monkeypatch, tmp_path, capsys):
     launched = []
 
-    def launch(gpus, job, grid, batch, shared):
+    def launch(gpus, job, grid, shared):
         launched.append((gpus, tuple(grid), shared))
         return {"graph ms": {(1, False): 100, (2, False): 100, (2, True): 125}[gpus, shared] * grid[0] / 32}
 
-    monkeypatch.setattr(processes, "launch", launch)
+    monkeypatch.setattr(gpu_processes, "launch", launch)
     limits.main(["scaling", "--gpus", "1", "2", "--out", str(tmp_path)])
     assert launched == [
         (1, (32, 64, 64), False),

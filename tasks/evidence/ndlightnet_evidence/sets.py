@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -25,7 +24,8 @@ from ndlightnet.training import ImageData, TextData
 from ndlightnet.training.classification.scores import scores
 from ndlightnet.training.language.measures import token_nll
 from ndlightnet_evidence import runner
-from ndlightnet_evidence.graphs import Replay
+from ndlightnet_evidence.cuda_graphs import Replay
+from ndlightnet_evidence.device_memory import seconds
 from ndlightnet_evidence.tables import Run
 
 EVALUATION = 200  # images at a time
@@ -37,17 +37,6 @@ def bfloat16(device: torch.device) -> torch.autocast:
     """Return the context in which a network on a card computes in bfloat16."""
     kind = device.type
     return torch.autocast(kind, torch.bfloat16, kind == "cuda", cache_enabled=False)
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    """Return how long a call takes, with what the card does for it."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def logits(net: nn.Module, x: Tensor) -> Tensor:

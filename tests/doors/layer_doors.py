@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ndlightnet import MultiheadAttention
 from ndlightnet.integrations import replace_attention
 
-from .cases import Case
+from .door_models import Case
 
 
 def timm(case: Case, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ndlightnet_evidence.graphs import Replay, Steps
+from ndlightnet_evidence.cuda_graphs import Replay, Steps
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ndlightnet.models.hub import Pretrained
 from tests.processes import run_once
 
-from .cases import CASES, Case
+from .door_models import CASES, Case
 
 RANKS = 2
 # of the largest number: sums of at most 1e6 float64 terms, of which one process adds up all, two
@@ -45,7 +45,7 @@ def fsdp2(case: Case, tmp_path: Path) -> None:
 
 def _look_up(door: str, case: Case, tmp_path: Path) -> None:
     (name,) = (name for name, other in CASES.items() if other is case)
-    ranks = run_once("tests.doors.parallel", tmp_path, RANKS)
+    ranks = run_once("tests.doors.data_parallel", tmp_path, RANKS)
     assert [cells[f"{door}, {name}"] for cells in ranks] == [None] * RANKS
 
 
