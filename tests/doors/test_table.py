@@ -31,12 +31,14 @@ NO_PLACE = {
 # refused with a reason, which the door's file asserts
 REFUSED = {("causal text", "monai")}
 # doors whose cells take more than a second, and those that run apart, as they take longer
-SLOW = {"compile", "trace", "func", "ddp", "fsdp2", "transformers", "diffusers"}
-EXHAUSTIVE = {"export", "aoti"}
-QUICK = {(LAYER, "export"), ("NDLightNet, 1 axis", "export")}  # of those, what runs with the slow ones
-# AOTInductor takes minutes for each: global attention with MD-TPE, the causal scan, convolutions,
-# padding and heads, a recurrence. All models are exported, which is the graph that it compiles.
-ONLY = {"aoti": {"NDLightNet, 1 axis", "causal text", "NDLightUNet, 2 axes", LAYER, "mixer Mamba"}}
+SLOW = {"trace", "func", "ddp", "fsdp2", "transformers", "diffusers"}
+EXHAUSTIVE = {"compile", "export", "aoti"}
+# One model of a kind: global attention with MD-TPE, the causal scan, convolutions, padding and heads, a recurrence.
+# AOTInductor takes minutes for each. All models are exported, which is the graph that it compiles.
+KINDS = {"NDLightNet, 1 axis", "causal text", "NDLightUNet, 2 axes", LAYER, "mixer Mamba"}
+ONLY = {"aoti": KINDS}
+# of the exhaustive ones, what runs with the slow ones
+QUICK = {(LAYER, "export"), *((model, "compile") for model in KINDS)}
 
 
 def cells() -> list[object]:
