@@ -134,38 +134,39 @@ def test_no_modules_import_each_other():
     assert circle({path: (ROOT / path).read_text() for path in files()}) == []
 
 
-@pytest.mark.parametrize(
-    "sources",
-    [
-        {"ndlightnet/ops/x.py": "from ndlightnet.ops.y import f", "ndlightnet/ops/y.py": "import ndlightnet.ops.x"},
-        {"ndlightnet/ops/x.py": "from . import y", "ndlightnet/ops/y.py": "def f():\n    from .x import g"},
-        {
-            "ndlightnet/nn/__init__.py": "from ndlightnet.nn.x import f",
-            "ndlightnet/nn/x.py": "from ndlightnet import nn",
-        },
-        {
-            "kernels/ndlightnet_kernels/x.py": "import ndlightnet_kernels.y",
-            "kernels/ndlightnet_kernels/y.py": "from . import x",
-        },
-        {
-            "tasks/evidence/ndlightnet_evidence/x.py": "from ndlightnet_evidence import y",
-            "tasks/evidence/ndlightnet_evidence/y.py": "from ndlightnet_evidence.z import f",
-            "tasks/evidence/ndlightnet_evidence/z.py": "from ndlightnet_evidence.x import f",
-        },
-    ],
-)
-def test_a_circle_is_caught(sources):
-    assert len(circle({Path(path): source for path, source in sources.items()})) == len(sources)
+CIRCLES = """
+ndlightnet/ops/x.py: from ndlightnet.ops.y import f
+ndlightnet/ops/y.py: import ndlightnet.ops.x
+
+ndlightnet/ops/x.py: from . import y
+ndlightnet/ops/y.py: def f(): from .x import g
+
+ndlightnet/nn/__init__.py: from ndlightnet.nn.x import f
+ndlightnet/nn/x.py: from ndlightnet import nn
+
+kernels/ndlightnet_kernels/x.py: import ndlightnet_kernels.y
+kernels/ndlightnet_kernels/y.py: from . import x
+
+tasks/evidence/ndlightnet_evidence/x.py: from ndlightnet_evidence import y
+tasks/evidence/ndlightnet_evidence/y.py: from ndlightnet_evidence.z import f
+tasks/evidence/ndlightnet_evidence/z.py: from ndlightnet_evidence.x import f
+"""
+# a package imports its modules, which import each other in one direction
+NO_CIRCLE = """
+ndlightnet/nn/__init__.py: from ndlightnet.nn import x, y
+ndlightnet/nn/x.py: from ndlightnet.nn import y
+ndlightnet/nn/y.py: import torch
+"""
 
 
-def test_what_is_no_circle():
-    """A package imports its modules, which import each other in one direction."""
-    sources = {
-        "ndlightnet/nn/__init__.py": "from ndlightnet.nn.x import f\nfrom ndlightnet.nn import y",
-        "ndlightnet/nn/x.py": "from ndlightnet.nn import y",
-        "ndlightnet/nn/y.py": "import torch",
-    }
-    assert circle({Path(path): source for path, source in sources.items()}) == []
+def sources(text: str) -> dict[Path, str]:
+    lines = (line.split(": ", 1) for line in text.strip().splitlines())
+    return {Path(path): source for path, source in lines}
+
+
+@pytest.mark.parametrize("text", CIRCLES.split("\n\n"))
+def test_a_circle_is_caught(text):
+    assert len(circle(sources(text))) == len(sources(text)) and circle(sources(NO_CIRCLE)) == []
 
 
 @pytest.mark.parametrize(
