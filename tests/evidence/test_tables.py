@@ -23,7 +23,7 @@ def test_means_deviations_and_seeds():
     other = {"auc": 0.9, "peak_memory_gb": None, "recall": {"a class": 0.5}, "state_size": 256, "top": 1.0}
     runs = [
         run("A", 2, 0.9, mean_hd95_mm=3.0, **other),
-        run("A", 0, 0.5, mean_hd95_mm=None, **other),
+        run("A", 0, 0.5, mean_hd95_mm=float("nan"), **other),
         run("A", 1, 0.7, mean_hd95_mm=2.0, **other),
         run("B", 0, 0.25, mean_hd95_mm=None),
         {"row": "B", "seed": 1, "error": "x"},

@@ -142,8 +142,6 @@ def frames(bench: Bench, grid: tuple[int, ...] = (64, 32, 32), heads: int = 12, 
     """Time a video of 64 frames. The floor is that of attention over all tokens."""
     case = Case(f"axis-causal {' x '.join(map(str, grid))}", 1, math.prod(grid), heads, dim)
     tokens = math.prod(grid[1:])
-    flex = rival_kernels.flex(lambda b, h, q, kv: q // tokens >= kv // tokens, case.length)
-    rivals = [ours(bench)._replace(who="global"), Contender("flex", flex)]
     rows: dict[str, dict[str, Any]] = {
         "": {},
         ", cosine": {"position": make_position(bench, "cosine", grid, heads, dim)},
@@ -154,6 +152,8 @@ def frames(bench: Bench, grid: tuple[int, ...] = (64, 32, 32), heads: int = 12, 
         return axis_causal_attention(q, k, v, grid[0], impl=bench.impl, **options)[0]
 
     for direction in PASSES:
+        flex = rival_kernels.flex(lambda b, h, q, kv: q // tokens >= kv // tokens, case.length)
+        rivals = [ours(bench)._replace(who="global"), Contender("flex", flex)]
         for more, options in rows.items():
             contenders = [Contender("ours", partial(axis_causal, **options)), *([] if more else rivals)]
             compare(bench, case._replace(row=case.row + more), direction, contenders)
@@ -172,10 +172,9 @@ def packs(bench: Bench, name: str, shapes: Grids, heads: int = 12, dim: int = 64
         out: Tensor = ours(bench).run(*(x.view(-1, each, *x.shape[2:]) for x in qkv))
         return out.view(qkv[0].shape)
 
-    rivals = [Contender("dense", dense)]
-    if name == "small":
-        rivals.append(Contender("flex", rival_kernels.flex(lambda b, h, q, kv: sample[q] == sample[kv], layout.length)))
     for direction in PASSES:
+        flex = rival_kernels.flex(lambda b, h, q, kv: sample[q] == sample[kv], layout.length)
+        rivals = [Contender("dense", dense), *([Contender("flex", flex)] if name == "small" else [])]
         for more, position in (("", None), (", cosine", cosine)):
             run = partial(global_attention, position=position, layout=layout, impl=bench.impl)
             contenders = [Contender("ours", run), *([] if position else rivals)]
