@@ -38,23 +38,23 @@ def built(tmp_path_factory):
 @pytest.mark.slow
 def test_a_wheel_has_the_library_its_kernels_and_the_configs_and_nothing_else(built):
     (wheel,) = built.glob("*.whl")
-    found = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     kernels = ROOT / "kernels"
     expected = [path.relative_to(ROOT) for path in (ROOT / "ndlightnet").rglob("*.py")]
     expected += [path.relative_to(kernels) for path in kernels.rglob("*.py")]
     expected += [Path("ndlightnet", "configs", path.name) for path in CONFIGS]
     expected += [Path(name, "py.typed") for name in ("ndlightnet", "ndlightnet_kernels")]
-    assert sorted(found) == sorted(path.as_posix() for path in expected)
+    assert sorted(names) == sorted(path.as_posix() for path in expected)
 
 
 @pytest.mark.slow
 def test_an_sdist_has_what_its_tests_need(built, project):
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        found = {name.split("/", 1)[1] for name in archive.getnames()}
-    assert {"README.md", "LICENSE", ".github/CHANGELOG.md", ".ci/run", "configs/README.md"} <= found
-    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")} <= found
-    assert {name.split("/")[0] for name in found if "/" in name} == set(
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {"README.md", "LICENSE", ".github/CHANGELOG.md", ".ci/run", "configs/README.md"} <= names
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")} <= names
+    assert {name.split("/")[0] for name in names if "/" in name} == set(
         project["tool"]["hatch"]["build"]["targets"]["sdist"]["only-include"]
     )
 
@@ -103,8 +103,8 @@ def test_the_versions_agree(project):
 def test_ci_runs_every_python_that_may_be_installed(project):
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     tested = jobs["tests"]["strategy"]["matrix"]["python"]
-    said = [name.rsplit(" ")[-1] for name in project["project"]["classifiers"] if "Python :: 3." in name]
-    assert tested == said
+    classifiers = [name.rsplit(" ")[-1] for name in project["project"]["classifiers"] if "Python :: 3." in name]
+    assert tested == classifiers
     low, high = re.fullmatch(r">=(3\.\d+),<3\.(\d+)", project["project"]["requires-python"]).groups()
     assert low == tested[0] and int(high) == int(tested[-1].split(".")[1]) + 1
     assert {"run": ".ci/run"} in jobs["tests"]["steps"]
