@@ -27,8 +27,8 @@ def patch_language_once() -> None:
 
     def patch_if_needed(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.fn not in used:
-            found = {v.__name__ for v in self.fn.__globals__.values() if ismodule(v)}
-            used[self.fn] = found & language
+            modules = {v.__name__ for v in self.fn.__globals__.values() if ismodule(v)}
+            used[self.fn] = modules & language
         if used[self.fn] <= patched:
             try:
                 return self.rewrite()(*args, **kwargs)

@@ -77,8 +77,8 @@ def python(tmp_path_factory):
     backend = Path(pytest.importorskip("hatchling").__file__).parents[1]
     venv = tmp_path_factory.mktemp("editor") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    found = venv / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-    pip = [sys.executable, "-m", "pip", "-q", "--python", found, "install"]
+    interpreter = venv / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    pip = [sys.executable, "-m", "pip", "-q", "--python", interpreter, "install"]
     subprocess.run(
         [*pip, "--no-deps", "--no-build-isolation", "--no-index", "-e", ROOT],
         check=True,
@@ -87,7 +87,7 @@ def python(tmp_path_factory):
     (installed,) = venv.rglob("_ndlightnet.pth")
     torch = importlib.util.find_spec("torch")
     (installed.parent / "others.pth").write_text(str(Path(torch.origin).parents[1]))
-    return found
+    return interpreter
 
 
 def ask(checker: str, folder: Path, *options: str | Path) -> str:
@@ -101,8 +101,8 @@ def ask(checker: str, folder: Path, *options: str | Path) -> str:
 
 def check(lines_with_errors: Iterable[int]) -> None:
     lines = USER.splitlines()
-    found = [lines[i - 1] for i in sorted(set(lines_with_errors))]
-    assert found == [line for line in lines if line.endswith("# wrong")]
+    wrong = [lines[i - 1] for i in sorted(set(lines_with_errors))]
+    assert wrong == [line for line in lines if line.endswith("# wrong")]
 
 
 @pytest.mark.slow
@@ -115,9 +115,8 @@ def test_mypy(python, tmp_path):
 @pytest.mark.slow
 def test_pyright(python, tmp_path):
     """Which is what Pylance runs."""
-    found = json.loads(ask("pyright", tmp_path, "--pythonpath", python, "--outputjson"))
-    found = found["generalDiagnostics"]
-    check(x["range"]["start"]["line"] + 1 for x in found if x["severity"] == "error")
+    report = json.loads(ask("pyright", tmp_path, "--pythonpath", python, "--outputjson"))
+    check(x["range"]["start"]["line"] + 1 for x in report["generalDiagnostics"] if x["severity"] == "error")
 
 
 @pytest.mark.slow

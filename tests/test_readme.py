@@ -43,11 +43,11 @@ def test_the_examples_do_what_they_say(page, tmp_path, monkeypatch, close):
                 exec(source, names)
                 continue
             with torch.no_grad():
-                found, line = eval(source, names), lines[statement.end_lineno - 1]
+                value, line = eval(source, names), lines[statement.end_lineno - 1]
                 if shape := re.search(r"# (\([\d, ]+\))", line):
-                    assert tuple(found.shape) == ast.literal_eval(shape[1]), line
+                    assert tuple(value.shape) == ast.literal_eval(shape[1]), line
                 if same := re.search(r"# equals (.+)", line):
-                    close(found, eval(same[1], names), 1e-5)
+                    close(value, eval(same[1], names), 1e-5)
             checked += bool(shape or same)
     assert checked >= 4
 
@@ -66,8 +66,7 @@ def test_the_lines_that_make_spoken_digits(tmp_path, monkeypatch):
         file.setparams((2, 3, 8000, 0, "NONE", ""))
         file.writeframes(bytes([0, 2, 0, 0, 4, 0]) * 99)
     signals["8_theo_0"] = [3] * 99
-    found = blocks(ROOT / "tasks" / "README.md", "python")
-    (block,) = (one for one in found if "AudioResampler" in one)
+    (block,) = (one for one in blocks(ROOT / "tasks" / "README.md", "python") if "AudioResampler" in one)
     exec(block, {})
     read = read_recordings(tmp_path / "spoken_digits")
     assert [x.tolist() for x in read.signals] == [signals[name] for name in sorted(signals)]
@@ -79,11 +78,10 @@ def test_the_pictures_config_is_one(tmp_path):
     from ndlightnet.training import SegmentationTask, VolumeData
     from ndlightnet.training.core.cli import task_cli
 
-    found = blocks(ROOT / "tasks" / "README.md", "yaml")
-    (block,) = (one for one in found if "runs/pictures" in one)
+    (block,) = (one for one in blocks(ROOT / "tasks" / "README.md", "yaml") if "runs/pictures" in one)
     (tmp_path / "c.yaml").write_text(block)
-    given = ["--config", str(tmp_path / "c.yaml"), f"--trainer.default_root_dir={tmp_path}"]
-    cli = task_cli(SegmentationTask, VolumeData, [*given, "--trainer.accelerator=cpu"], run=False)
+    arguments = ["--config", str(tmp_path / "c.yaml"), f"--trainer.default_root_dir={tmp_path}"]
+    cli = task_cli(SegmentationTask, VolumeData, [*arguments, "--trainer.accelerator=cpu"], run=False)
     assert cli.model.net.dims == len(cli.datamodule.patch) == 2 and cli.datamodule.plane
 
 
@@ -118,10 +116,10 @@ def test_links_lead_to_files_and_headings(page):
         if target.startswith("http"):
             continue
         path, _, heading = target.partition("#")
-        found = (page.parent / path).resolve() if path else page
-        assert found.exists(), target
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
         if heading:
-            titles = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
+            titles = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
             assert heading in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}
 
 
@@ -130,6 +128,6 @@ def test_paths_exist(page):
     """Paths of the tree in commands and in code marks, from the top or from the page's room."""
     text = page.read_text()
     rooms = r"(?:ndlightnet|kernels|tasks|configs|tests|\.ci|\.github)"
-    found = set(re.findall(rf"(?<![\w./-]){rooms}/[\w./-]*\w/?", text))
-    found = {path for path in found if not re.search(r"/[A-Z]+\.", path)}  # tasks/TASK.py
-    assert [path for path in sorted(found) if not ((ROOT / path).exists() or (page.parent / path).exists())] == []
+    paths = set(re.findall(rf"(?<![\w./-]){rooms}/[\w./-]*\w/?", text))
+    paths = {path for path in paths if not re.search(r"/[A-Z]+\.", path)}  # tasks/TASK.py
+    assert [path for path in sorted(paths) if not ((ROOT / path).exists() or (page.parent / path).exists())] == []

@@ -1,7 +1,7 @@
 """Time the library: python tasks/evidence/bench.py [GROUP ...] [--out DIR] [--quick]
 
 Prints a table per group and writes bench.csv, bench.json, scans.png (group `figure`) and stream.png
-(group `stream`). Without a CUDA device only the groups `cpu` and `mixers` run.
+(group `stream`). Without a CUDA device only the group `cpu` runs.
 """
 
 from __future__ import annotations
@@ -14,35 +14,31 @@ from pathlib import Path
 
 import torch
 
-from ndlightnet_evidence.bench import attention, mixers, output, peers, stream
-from ndlightnet_evidence.bench.decode import decode
-from ndlightnet_evidence.bench.frames import frames, packs
-from ndlightnet_evidence.bench.generation import generation
-from ndlightnet_evidence.bench.local import local
-from ndlightnet_evidence.bench.norm import norm
+from ndlightnet_evidence.bench import attention_rows, network_rows, operator_rows, output, rival_kernels
 from ndlightnet_evidence.bench.rows import Bench
-from ndlightnet_evidence.bench.step import step
-from ndlightnet_evidence.bench.tpe import tpe
+
+
+def packs(bench: Bench) -> None:
+    for name, shapes in (("large", attention_rows.LARGE), ("small", attention_rows.SMALL)):
+        attention_rows.packs(bench, name, shapes)
+    network_rows.pack_step(bench, attention_rows.LARGE)
+
 
 # run in this order: peers are left out of the last groups if the time is up
 GROUPS: dict[str, Callable[[Bench], None]] = {
-    "attention": attention.attention,
-    "tpe": tpe,
-    "local": local,
-    "norm": norm,
-    "step": step,
-    "generation": generation,
-    "decode": decode,
-    "figure": attention.figure,
-    "dims": attention.dims,
-    "frames": frames,
+    "attention": attention_rows.attention,
+    "tpe": operator_rows.tpe,
+    "local": operator_rows.local,
+    "norm": operator_rows.norm,
+    "step": network_rows.step,
+    "generation": network_rows.generation,
+    "decode": operator_rows.decode,
+    "figure": attention_rows.figure,
+    "frames": attention_rows.frames,
     "packs": packs,
-    "stream": stream.stream,
-    "operators": mixers.operators,
-    "mixers": mixers.mixers,
-    "cpu": attention.cpu,
+    "stream": network_rows.stream,
+    "cpu": attention_rows.cpu,
 }
-ON_CPU = ("mixers", "cpu")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -74,14 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     names = [name for name in GROUPS if name in (options.groups or GROUPS)]
-    if skipped := [name for name in names if not cuda and name not in ON_CPU]:
+    if skipped := [name for name in names if not cuda and name != "cpu"]:
         print(f"no CUDA device: {', '.join(skipped)} left out\n")
-        names = [name for name in names if name in ON_CPU]
+        names = [name for name in names if name == "cpu"]
     impl = options.impl or ("triton" if cuda else "torch")
     bench = Bench(device, impl, options.quick, options.minutes, partial(output.write, folder=options.out))
     torch.manual_seed(0)
     if cuda and not options.full_search:
-        peers.shorten_search()
+        rival_kernels.shorten_search()
     for name in names:
         start, bench.group = time.monotonic(), name
         GROUPS[name](bench)
@@ -93,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == "figure":
             output.draw(cells, options.out / "scans.png")
         if name == "stream":
-            stream.draw(bench.facts, options.out / "stream.png")
+            network_rows.draw_stream(bench.facts, options.out / "stream.png")
     for fact, value in bench.facts.items():
         print(f"{fact}: {value:.4g}")
     print(f"\nwritten to {options.out}")

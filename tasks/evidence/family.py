@@ -38,8 +38,8 @@ from ndlightnet.training import AveragedWeights
 from ndlightnet.training.core.costs import state_size
 from ndlightnet.training.core.optim import warm_cosine
 from ndlightnet_evidence import catalogue, plots, runner, sets, tables
-from ndlightnet_evidence.graphs import Steps
-from ndlightnet_evidence.load import load
+from ndlightnet_evidence.cuda_graphs import Steps
+from ndlightnet_evidence.device_memory import seconds
 from ndlightnet_evidence.tables import Run
 
 POINTS = 12  # of the curve over time
@@ -48,8 +48,9 @@ NOT_SCHEDULED = ("warmup_epochs", "min_lr", "layer_decay")  # of the tasks' sche
 
 @dataclass
 class Study:
-    """What all runs share: the config, its data, the rows, and the costs of those measured."""
+    """What all runs share: options, config, data, rows, and the costs of the rows measured."""
 
+    o: Namespace
     config: dict[str, Any]
     data: sets.Samples
     rows: dict[str, dict[str, Any]]
@@ -63,89 +64,68 @@ class Study:
                 return AveragedWeights(**callback.get("init_args", {})).decay_of
         return None
 
+    def begin(self, row: dict[str, Any], seed: int) -> Steps:
+        """Return the steps of a row's network with the weights of a seed."""
+        model = self.config["model"]
+        torch.manual_seed(seed)  # of weights and drop path
+        net = catalogue.network(model["net"], row).to(runner.device()).train()
+        clip = self.config["trainer"]["gradient_clip_val"]
+        steps = Steps(net, partial(self.data.loss, net), model["weight_decay"], clip, self.decay)
+        if self.o.compile:
+            # Blocks are alike, so that they are compiled once for all. The graphs of more rows than
+            # torch allows by default would silently not be compiled.
+            torch._dynamo.config.recompile_limit = 64
+            for block in getattr(net, "blocks", [net]):
+                block.compile(dynamic=False)
+        return steps
 
-def read_config(path: Path, changes: Sequence[str]) -> dict[str, Any]:
-    """Read a config, with changes such as `data.init_args.batch_size=16`."""
-    config: dict[str, Any] = yaml.safe_load(path.read_text())
-    for change in changes:
-        name, _, value = change.partition("=")
-        *folders, last = name.split(".")
-        section = config
-        for folder in folders:
-            section = section[folder]
-        section[last] = yaml.safe_load(value)
-    return config
+    def measure(self, row: dict[str, Any], seed: int) -> Run:
+        """Return the time and memory of a row's step, on a network that serves for nothing else."""
+        first, *batches = self.data.batches(seed, 1 + sets.TIMED)
+        before, cuda = 0, runner.device().type == "cuda"
+        if cuda:
+            # a small step, so that what libraries allocate at the first one counts for no row
+            net = nn.Linear(16, 16, device="cuda")
+            small = Steps(net, lambda x: sets.logits(net, x).square().mean(), 0.0, 1.0)
+            small(0.0, torch.zeros(16, 16, device="cuda"))
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        steps = self.begin(row, seed)
+        steps(0.0, *first)  # captures the graph
+        times = [seconds(partial(steps, 0.0, *batch)) for batch in batches]
+        peak = {"peak_memory_gb": (torch.cuda.max_memory_allocated() - before) / 1e9} if cuda else {}
+        return {"step_ms": 1e3 * statistics.median(times), **peak}
 
-
-def rows_of(o: Namespace) -> dict[str, dict[str, Any]]:
-    """Return the changes of each row, at each learning rate of --lr. ValueError for a wrong row."""
-    rows = catalogue.changes(o.file, o.rows)
-    return {f"{name}, lr {lr:g}": {**row, "lr": lr} for name, row in rows.items() for lr in o.rates} or rows
-
-
-def begin(o: Namespace, study: Study, row: dict[str, Any], seed: int) -> Steps:
-    """Return the steps of a row's network with the weights of a seed."""
-    model = study.config["model"]
-    torch.manual_seed(seed)  # of weights and drop path
-    net = catalogue.network(model["net"], row).to(runner.device()).train()
-    clip = study.config["trainer"]["gradient_clip_val"]
-    steps = Steps(net, partial(study.data.loss, net), model["weight_decay"], clip, study.decay)
-    if o.compile:
-        # Blocks are alike, so that they are compiled once for all. The graphs of more rows than
-        # torch allows by default would silently not be compiled.
-        torch._dynamo.config.recompile_limit = 64
-        for block in getattr(net, "blocks", [net]):
-            block.compile(dynamic=False)
-    return steps
-
-
-def measure(o: Namespace, study: Study, row: dict[str, Any], seed: int) -> Run:
-    """Return the time and memory of a row's step, on a network that serves for nothing else."""
-    first, *batches = study.data.batches(seed, 1 + sets.TIMED)
-    before, cuda = 0, runner.device().type == "cuda"
-    if cuda:
-        # a small step, so that what libraries allocate at the first one counts for no row
-        net = nn.Linear(16, 16, device="cuda")
-        Steps(net, lambda x: sets.logits(net, x).square().mean(), 0.0, 1.0)(0.0, torch.zeros(16, 16, device="cuda"))
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    steps = begin(o, study, row, seed)
-    steps(0.0, *first)  # captures the graph
-    times = [sets.seconds(partial(steps, 0.0, *batch)) for batch in batches]
-    peak = {"peak_memory_gb": (torch.cuda.max_memory_allocated() - before) / 1e9} if cuda else {}
-    return {"step_ms": 1e3 * statistics.median(times), **peak}
-
-
-def run(o: Namespace, study: Study, spec: Run) -> Run:
-    """Train as the tasks do (AdamW, warm-up, cosine, clipping), and test."""
-    row, seed = study.rows[spec["row"]], spec["seed"]
-    if torch.cuda.is_available():
-        gc.collect()  # networks and graphs of earlier runs, which reference each other
-        torch.cuda.empty_cache()
-    first = spec["row"] not in study.costs
-    if first:
-        study.costs[spec["row"]] = measure(o, study, row, seed)
-    costs, data = study.costs[spec["row"]], study.data
-    count = int(1e3 * o.seconds / costs["step_ms"]) if o.seconds else o.steps or data.steps
-    steps, curve = begin(o, study, row, seed), []
-    net, highest = steps.averaged, row.get("lr", study.config["model"]["lr"])
-    for number, batch in enumerate(data.batches(seed, count), 1):
-        steps(highest * warm_cosine(number - 1, count), *batch)
-        if number * POINTS // count > (number - 1) * POINTS // count:
-            if scores := data.validate(net.eval()):
-                curve.append([number * costs["step_ms"] / 1e3, scores[data.measures[0]]])
-            steps.net.train()
-    result = data.test(net.eval(), first)
-    return {
-        **{k: v for k, v in result.items() if k != "confusion"},
-        **(costs if first else {}),
-        **({"curve": curve} if curve else {}),
-        "steps": count,
-        "parameters": sum(p.numel() for p in net.parameters()),
-        "state_size": state_size(net),
-        "device": runner.device_name(),
-    }
+    def run(self, spec: Run) -> Run:
+        """Train as the tasks do (AdamW, warm-up, cosine, clipping), and test."""
+        row, seed, data, o = self.rows[spec["row"]], spec["seed"], self.data, self.o
+        if torch.cuda.is_available():
+            gc.collect()  # networks and graphs of earlier runs, which reference each other
+            torch.cuda.empty_cache()
+        first = spec["row"] not in self.costs
+        if first:
+            self.costs[spec["row"]] = self.measure(row, seed)
+        costs = self.costs[spec["row"]]
+        count = int(1e3 * o.seconds / costs["step_ms"]) if o.seconds else o.steps or data.steps
+        steps, curve = self.begin(row, seed), []
+        net, highest = steps.averaged, row.get("lr", self.config["model"]["lr"])
+        for number, batch in enumerate(data.batches(seed, count), 1):
+            steps(highest * warm_cosine(number - 1, count), *batch)
+            if number * POINTS // count > (number - 1) * POINTS // count:
+                if scores := data.validate(net.eval()):
+                    curve.append([number * costs["step_ms"] / 1e3, scores[data.measures[0]]])
+                steps.net.train()
+        result = data.test(net.eval(), first)
+        return {
+            **{k: v for k, v in result.items() if k != "confusion"},
+            **(costs if first else {}),
+            **({"curve": curve} if curve else {}),
+            "steps": count,
+            "parameters": sum(p.numel() for p in net.parameters()),
+            "state_size": state_size(net),
+            "device": runner.device_name(),
+        }
 
 
 def draw(rows: Sequence[str], measure: str, path: Path, runs: Sequence[Run]) -> None:
@@ -189,9 +169,6 @@ def report(measure: str, run: Run) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="in the config, such as data.init_args.batch_size=16"
-    )
     parser.add_argument("--file", type=Path, help="a YAML file of rows")
     parser.add_argument("--rows", nargs="+", help="default: those of --file, or all mixers")
     parser.add_argument("--lr", dest="rates", nargs="+", type=float, default=[], help="each row at each of these")
@@ -202,17 +179,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.set_defaults(resume=True)
     o = parser.parse_args(arguments)
     o.out = o.out or Path("runs/family") / o.config.stem
-    rows, config = rows_of(o), read_config(o.config, o.set)
-    names = list(rows)
+    config = yaml.safe_load(o.config.read_text())
     for name in NOT_SCHEDULED:
         if config["model"].get(name) is not None:
             parser.error(f"{o.config}: model.{name}: expected null, which the schedule here is for")
-    study = Study(config, load(config), rows)
-    measures = study.data.measures
+    try:
+        rows, data = catalogue.changes(o.file, o.rows), sets.load(config)
+    except ValueError as error:
+        parser.error(str(error))
+    rows = {f"{name}, lr {lr:g}": {**row, "lr": lr} for name, row in rows.items() for lr in o.rates} or rows
+    names, study = list(rows), Study(o, config, data, rows)
+    measures = data.measures
     runner.compare(
         o,
         [{"row": row, "seed": seed} for seed, row in product(o.seeds, names)],
-        partial(run, o, study),
+        study.run,
         table=lambda runs: tables.summary(runs, names, (*measures, "step_ms", "latency_ms", "peak_memory_gb")),
         report=partial(report, measures[0]),
         draw=partial(draw, names, measures[0], o.out),

@@ -2,7 +2,6 @@
 
     limits=tasks/evidence/limits.py
     python $limits scaling --gpus 1 2   a training step of NDLightNet on one GPU, and shared by two
-    python $limits tokens               with how many tokens one GPU trains NDLightNet
     python $limits cubes                the largest cube in training, on one GPU and on all
     python $limits cubes --prediction   the same in prediction
     python $limits windows              a cube predicted whole and in windows: seconds and memory
@@ -19,7 +18,7 @@ import math
 import statistics
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,18 +29,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ndlightnet import NDLightNet, NDLightUNet, SoftmaxAttention, shard_grid
+from ndlightnet import NDLightNet, NDLightUNet, shard_grid
 from ndlightnet.inference import predict_labels
 from ndlightnet.training.peers import DynUNet, SegResNet, SwinUNETR
-from ndlightnet_evidence import device_memory, processes, runner, shard_model, tables
+from ndlightnet_evidence import device_memory, gpu_processes, runner, shard_model, tables
 from ndlightnet_evidence.tables import Run
 
 STRIDES = (2, 2, 2, 2)
-GRID = (32, 64, 64)  # tokens of a sample on a GPU in `scaling`
-SERIES, SHORT = (64, 64, 64), (8, 64, 64)  # tokens of a frame in `tokens`
+GRID, BATCH, STEPS = (32, 64, 64), 4, 12  # of `scaling`: tokens of a sample on a GPU, samples, timed steps
 SIDE = 32  # voxels: the sides of cubes are multiples of it
-WINDOW = 128  # voxels a side of a window
-BLOCK = 2**18  # tokens: the largest number of tokens is a multiple of it
+SIDES, WINDOW = (256, 512), 128  # voxels a side of a cube and of a window in `windows`
+SHAPE = (1024, 1024, 1024)  # of the volume of `out_of_core`
+autocast = partial(torch.autocast, "cuda", torch.bfloat16)
 NETS: dict[str, Callable[[], nn.Module]] = {
     "NDLightUNet M": lambda: NDLightUNet(3, 1, 3, size="M", strides=STRIDES),
     "NDLightUNet": lambda: NDLightUNet(3, 1, 3, strides=STRIDES),
@@ -52,130 +51,58 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def network(dims: int, mixer: Any = None) -> nn.Module:
-    """Return NDLightNet-S, with a token for each cell."""
-    options = {} if mixer is None else {"mixer": mixer}
-    return NDLightNet(dims, 1, 10, patch_size=1, **options).cuda().train()
-
-
-def noise(side: int) -> Tensor:
-    return torch.randn(1, 1, side, side, side, device="cuda")
-
-
-def autocast() -> torch.autocast:
-    return torch.autocast("cuda", torch.bfloat16)
-
-
-# ------------------------------------------------------------------------- one GPU: tokens, windows
-def classification_step(net: nn.Module, tokens: int, saving: Any = None) -> Callable[[], None]:
-    """Return a step, forward and backward, of a classification of so many tokens. saving: the
-    context of the forward, which says where tensors lie until the backward."""
-    frame = SERIES if tokens >= math.prod(SERIES) else SHORT
-    x = torch.randn(1, 1, tokens // math.prod(frame), *frame, device="cuda")
-    label = torch.zeros(1, dtype=torch.long, device="cuda")
-
-    def step() -> None:
-        with autocast(), saving or nullcontext():
-            loss = cross_entropy(net(x).float(), label)
-        loss.backward()
-        net.zero_grad(set_to_none=True)
-
-    return step
-
-
-def tokens(o: Namespace) -> list[Run]:
-    """Estimate the largest number of tokens from two smaller ones, and try it with LightNet."""
-    runs: list[Run] = []
-    rows: list[tuple[str, Any, bool, bool]] = [
-        ("LightNet", None, False, False),
-        ("LightNet, grad_checkpointing", None, True, False),
-        ("softmax attention", SoftmaxAttention, False, False),
-        ("softmax attention, grad_checkpointing", SoftmaxAttention, True, False),
-        ("LightNet, grad_checkpointing, offload", None, True, True),
-    ]
-    for row, mixer, checkpointing, offload in rows:
-        saving = torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else None
-        net: Any = network(4, mixer)
-        net.set_grad_checkpointing(checkpointing)
-        few, many = (2**15, 2**16) if mixer else (2**18, 2**19)
-        (_, bytes_few), (seconds, bytes_many) = (
-            device_memory.peak(classification_step(net, count, saving)) for count in (few, many)
-        )
-        each = (bytes_many - bytes_few) / (many - few)
-        largest = int((0.97 * device_memory.total() - bytes_many + each * many) / each) // BLOCK * BLOCK
-        if offload:
-            sizes = device_memory.saved_bytes(classification_step, net, few)
-            while device_memory.pinned(sizes, largest / few) > 0.85 * device_memory.free_host():
-                largest -= BLOCK
-        run: Run = {"row": row, "tokens": many, "seconds": seconds, "bytes a token": each}
-        if not mixer:  # softmax attention would take minutes for one step
-            run |= largest_step(net, largest, many, saving)
-        runs.append({"most tokens": largest, **run, "measured": not mixer})
-        report(runs[-1])
-    return runs
-
-
-def largest_step(net: nn.Module, largest: int, smallest: int, saving: Any) -> Run:
-    """Return the largest number of tokens, from `largest` downwards, that does fit."""
-    while largest > smallest:
-        try:
-            seconds, peak = device_memory.peak(classification_step(net, largest, saving))
-            return {"most tokens": largest, "seconds of most": seconds, "gb": peak / 1e9}
-        except torch.OutOfMemoryError:
-            largest -= BLOCK * (1 + largest // 2**22)
-    return {}
-
-
-def windows(o: Namespace) -> list[Run]:
+# ---------------------------------------------------------------------------------------- one GPU
+def windows(o: Namespace) -> Iterator[Run]:
     """Predict cubes whole and in windows that overlap by half, image and labels on the host."""
-    runs: list[Run] = []
     for row in o.nets:
         net = NETS[row]().cuda().eval()
-        for side in o.sides:
+        for side in SIDES:
             image = torch.randn(1, side, side, side)
             for window in (None, [WINDOW] * 3):
                 run: Run = {"row": row, "side": side, "window": WINDOW if window else "whole"}
                 try:
                     with autocast():
                         seconds, peak = device_memory.peak(partial(predict_labels, net, image, window))
-                    run |= {"seconds": seconds, "gb": peak / 1e9}
+                    yield {**run, "seconds": seconds, "gb": peak / 1e9}
                 except RuntimeError as error:  # also of a convolution that is too large
-                    run["error"] = str(error).splitlines()[0][:100]
-                runs.append(run)
-                report(run)
-    return runs
+                    yield {**run, "error": str(error).splitlines()[0][:100]}
 
 
-def out_of_core(o: Namespace) -> list[Run]:
-    runs: list[Run] = []
+def out_of_core(o: Namespace) -> Iterator[Run]:
     for row in o.nets:
         net: Any = NETS[row]().cuda().eval()
         with torch.no_grad(), autocast():
-            peaks = [device_memory.peak(partial(net, noise(side)))[1] for side in (192, 256)]
-        each = (peaks[1] - peaks[0]) / (256**3 - 192**3)
-        for shape in o.shapes:
-            volume = torch.randn(1, 1, *shape, device="cuda").cpu()  # faster than on the host
-            run: Run = {"row": row, "shape": list(shape), "whole gb": each * volume.numel() / 1e9}
-            for call in ("first", "second"):
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-                start = time.perf_counter()
-                with autocast():
-                    net.predict_large(volume, then=lambda y: y.argmax(1).byte())
-                run[f"seconds, {call}"] = time.perf_counter() - start
-                run["card gb"] = torch.cuda.max_memory_allocated() / 1e9
-                run["host gb"] = device_memory.process_peak() / 1e9
-                run["pinned gb"] = device_memory.pinned_peak() / 1e9
-                report(run)
-            runs.append(run)
-            del volume
-    return runs
+            small, large = (
+                device_memory.peak(partial(net, torch.randn(1, 1, *[side] * 3, device="cuda")))[1]
+                for side in (192, 256)
+            )
+        volume = torch.randn(1, 1, *SHAPE, device="cuda").cpu()  # faster than on the host
+        whole = (large - small) / (256**3 - 192**3) * volume.numel()
+        for call in ("first", "second"):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            with autocast():
+                net.predict_large(volume, then=lambda y: y.argmax(1).byte())
+            yield {
+                "row": f"{row}, {call} call",
+                "whole gb": whole / 1e9,
+                "seconds": time.perf_counter() - start,
+                "card gb": torch.cuda.max_memory_allocated() / 1e9,
+                "host gb": device_memory.process_peak() / 1e9,
+                "pinned gb": device_memory.pinned_peak() / 1e9,
+            }
 
 
 # -------------------------------------------------------------------- several GPUs: scaling, cubes
-def sizes_of(x: Tensor, group: Any) -> list[int]:
-    """Return the sizes of the slabs of a grid, which are all as x."""
-    return [x.shape[2]] * group.size()
+def world() -> Any:
+    """Return the group of all processes; None if there is one process only."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def sharded(x: Tensor, group: Any) -> Any:
+    """Return the context in which x is a slab of a grid whose slabs are all as large as x."""
+    return nullcontext() if group is None else shard_grid(group, sizes=[x.shape[2]] * group.size())
 
 
 def flat_gradients(net: nn.Module) -> Tensor:
@@ -187,39 +114,38 @@ def flat_gradients(net: nn.Module) -> Tensor:
     return flat
 
 
-def scaled(grid: Sequence[int], batch: int, shared: bool, steps: int = 12) -> Run:
-    """Measure a whole training step on `grid` tokens: from a CUDA graph, and eager. shared: these
+def backward(loss: Tensor, gradients: Tensor, group: Any) -> None:
+    loss.backward()
+    if group is not None:
+        dist.all_reduce(gradients, dist.ReduceOp.AVG)
+
+
+def scaled(grid: Sequence[int], shared: bool) -> Run:
+    """Measure a whole training step of NDLightNet-S on `grid` tokens: from a CUDA graph, and eager. shared: these
     are a slab of the samples; else each process has samples of its own, and exchanges nothing."""
     torch.manual_seed(0)
-    net = network(len(grid))
-    x = torch.randn(batch, 1, *grid, device="cuda")
-    label = torch.zeros(batch, dtype=torch.long, device="cuda")
+    net = NDLightNet(len(grid), 1, 10, patch_size=1).cuda().train()
+    x = torch.randn(BATCH, 1, *grid, device="cuda")
+    label = torch.zeros(BATCH, dtype=torch.long, device="cuda")
     optimizer = torch.optim.AdamW(net.parameters(), 1e-4, fused=True, capturable=True)
-    gradients = flat_gradients(net)
-    group = dist.group.WORLD if shared else None
+    gradients, group = flat_gradients(net), world() if shared else None
 
     def step() -> None:
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        with autocast(cache_enabled=False):  # the cache of cast weights must not outlive a capture
             loss = cross_entropy(net(x).float(), label)
-        loss.backward()
-        if group is not None:
-            dist.all_reduce(gradients, dist.ReduceOp.AVG)
+        backward(loss, gradients, group)
         optimizer.step()
         gradients.zero_()
 
     def timed(action: Callable[[], Any]) -> float:
         times = []
-        for _ in range(steps):
-            if dist.is_initialized():
+        for _ in range(STEPS):
+            if world():
                 dist.barrier()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            action()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
+            times.append(device_memory.seconds(action))
         return 1e3 * statistics.median(times[2:])
 
-    with shard_grid(group, sizes=sizes_of(x, group)) if group is not None else nullcontext():
+    with sharded(x, group):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -234,7 +160,7 @@ def scaled(grid: Sequence[int], batch: int, shared: bool, steps: int = 12) -> Ru
             run["graph ms"] = timed(graph.replay)
         except RuntimeError as error:
             run["graph error"] = str(error).splitlines()[0][:200]
-    if dist.is_initialized():
+    if world():
         times: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(times, step_ms(run))
         run["ms of each"] = " ".join(f"{ms:.1f}" for ms in times)
@@ -245,24 +171,21 @@ def step_ms(run: Run) -> float | None:
     return run.get("graph ms", run.get("eager ms"))
 
 
-def scaling(o: Namespace) -> list[Run]:
-    count, (planes, *plane) = max(o.gpus), o.grid
-    runs: list[Run] = []
-    rows = (
+def scaling(o: Namespace) -> Iterator[Run]:
+    count, (planes, *plane) = max(o.gpus), GRID
+    alone = None
+    for row, gpus, size, shared in (
         ("one GPU", 1, planes, False),
         ("each by itself", count, planes, False),
         ("weak", count, planes, True),
         ("strong", count, planes // count, True),
-    )
-    for row, gpus, size, shared in rows:
-        measured = processes.launch(gpus, scaled, grid=[size, *plane], batch=o.batch, shared=shared)
-        total = o.batch * size * gpus * math.prod(plane)
-        runs.append({"row": row, "gpus": gpus, "tokens": total, **measured})
-        alone, together = step_ms(runs[0]), step_ms(measured)
-        if alone and together and gpus > 1:
-            runs[-1]["efficiency"] = alone * total / runs[0]["tokens"] / gpus / together
-        report(runs[-1])
-    return runs
+    ):
+        run = gpu_processes.launch(gpus, scaled, grid=[size, *plane], shared=shared)
+        run = {"row": row, "gpus": gpus, "tokens": BATCH * size * gpus * math.prod(plane), **run}
+        alone, together = alone or run, step_ms(run)
+        if gpus > 1 and together and (ms := step_ms(alone)):
+            run["efficiency"] = ms * run["tokens"] / alone["tokens"] / gpus / together
+        yield run
 
 
 def cube(row: str, sides: Sequence[int], prediction: bool, checkpointing: bool, search: bool = False) -> Run:
@@ -270,21 +193,16 @@ def cube(row: str, sides: Sequence[int], prediction: bool, checkpointing: bool, 
     net: Any = NETS[row]().cuda().train(not prediction)
     if checkpointing:
         net.set_grad_checkpointing()
-    group = dist.group.WORLD if dist.is_initialized() else None
-    gradients = flat_gradients(net)
+    gradients, group = flat_gradients(net), world()
 
     def step(x: Tensor) -> None:
-        sharded = shard_grid(group, sizes=sizes_of(x, group)) if group is not None else nullcontext()
-        with sharded, autocast(), torch.set_grad_enabled(not prediction):
+        with sharded(x, group), autocast(), torch.set_grad_enabled(not prediction):
             out = net(x)
-        if prediction:
-            return
-        loss = cross_entropy(out, torch.zeros_like(out[:, 0], dtype=torch.long))
-        del out
-        loss.backward()
-        if group is not None:
-            dist.all_reduce(gradients, dist.ReduceOp.AVG)
-        gradients.zero_()
+        if not prediction:
+            loss = cross_entropy(out, torch.zeros_like(out[:, 0], dtype=torch.long))
+            del out
+            backward(loss, gradients, group)
+            gradients.zero_()
 
     results: Run = {}
     for side in sides:
@@ -301,17 +219,14 @@ def cube(row: str, sides: Sequence[int], prediction: bool, checkpointing: bool, 
     return results
 
 
-def cubes(o: Namespace) -> list[Run]:
+def cubes(o: Namespace) -> Iterator[Run]:
     """Search downwards from the side that the memory of small cubes lets expect."""
-    runs: list[Run] = []
     for row in o.nets:
         ours = row.startswith("NDL")  # the others neither recompute blocks nor share a cube
         for checkpointing in (False, True) if ours and not o.prediction else (False,):
             for gpus in sorted(set(o.gpus)) if ours else [1]:
                 job: Run = {"row": row, "prediction": o.prediction, "checkpointing": checkpointing}
-                runs.append({**job, "gpus": gpus, **largest_cube(partial(processes.launch, gpus, cube, **job), gpus)})
-                report(runs[-1])
-    return runs
+                yield {**job, "gpus": gpus, **largest_cube(partial(gpu_processes.launch, gpus, cube, **job), gpus)}
 
 
 def largest_cube(measure: Callable[..., Run], gpus: int) -> Run:
@@ -331,19 +246,11 @@ def largest_cube(measure: Callable[..., Run], gpus: int) -> Run:
     return {"bytes a voxel": each, "error": "no side fits"}
 
 
-def model(o: Namespace) -> list[Run]:
-    return shard_model.predictions(shard_model.Network(), shard_model.Machine(token=641e-9), (1, 2, 8, 64, 512))
+def model(o: Namespace) -> Iterator[Run]:
+    yield from shard_model.predictions(shard_model.Network(), shard_model.Machine(token=641e-9), (1, 2, 8, 64, 512))
 
 
-COMMANDS = {command.__name__: command for command in (scaling, tokens, cubes, windows, out_of_core, model)}
-
-
-def report(run: Run) -> None:
-    print(", ".join(f"{name} {tables.cell(value)}" for name, value in run.items()), flush=True)
-
-
-def shape_of(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split("x"))
+COMMANDS = {command.__name__: command for command in (scaling, cubes, windows, out_of_core, model)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -351,16 +258,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS)[:1])
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, torch.cuda.device_count()])
-    parser.add_argument("--grid", nargs=3, type=int, default=GRID, help="tokens on a GPU in `scaling`")
-    parser.add_argument("--batch", type=int, default=4, help="samples in `scaling`")
     parser.add_argument("--prediction", action="store_true", help="cubes in prediction instead of training")
-    parser.add_argument("--sides", nargs="+", type=int, default=[256, 512], help="of cubes in `windows`")
-    parser.add_argument("--shapes", nargs="+", type=shape_of, default=[(1024,) * 3], help="such as 2048x1024x896")
     parser.add_argument("--out", type=Path, default=Path("runs/limits"))
     o = parser.parse_args(arguments)
-    runs = COMMANDS[o.command](o)
-    o.out.mkdir(parents=True, exist_ok=True)
+    runs = []
+    for run in COMMANDS[o.command](o):
+        runs.append(run)
+        print(", ".join(f"{name} {tables.cell(value)}" for name, value in run.items()), flush=True)
     head = {"date": time.strftime("%Y-%m-%d"), "device": runner.device_name(), "commit": runner.commit()}
+    o.out.mkdir(parents=True, exist_ok=True)
     (o.out / f"{o.command}.json").write_text(json.dumps({**head, "runs": runs}, indent=1))
     text = tables.of_records(runs)
     (o.out / f"{o.command}.md").write_text(text)

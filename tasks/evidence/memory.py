@@ -45,25 +45,18 @@ from ndlightnet import NDLightNet
 from ndlightnet.training.core.costs import state_size
 from ndlightnet.training.core.optim import warm_cosine
 from ndlightnet_evidence import catalogue, plots, runner, tables
-from ndlightnet_evidence.graphs import Steps
+from ndlightnet_evidence.cuda_graphs import Steps
 from ndlightnet_evidence.tables import Run
 
 CONFIGS = Path(__file__).parent / "configs" / "memory"
 SYMBOLS, LOUD = 8, 8.0  # an event adds LOUD to its symbol's channel and to one that all share
 GROUPS = {"parity": 2, "s3": 3, "a5": 5, "s5": 5, "s5 swaps": 5}  # things that are permuted
 SHARED = {"dim": 32, "depth": 2, "tests": 512}
+EVENTS = {"gap": 4096, "frames": 8192, "batch": 8, "steps": 500, "lr": 3e-3}
+LENGTHS = {"vocab": 64, "length": 64, "train_length": 64, "test_length": 256}
 NUMBERS: dict[str, dict[str, float]] = {
-    "recall": {"gap": 4096, "frames": 8192, "batch": 8, "steps": 500, "lr": 3e-3, **SHARED},
-    "associative": {
-        "vocab": 64,
-        "length": 64,
-        "train_length": 64,
-        "test_length": 256,
-        "batch": 32,
-        "steps": 1500,
-        "lr": 1e-2,
-        **SHARED,
-    },
+    "recall": {**EVENTS, **SHARED},
+    "associative": {**LENGTHS, "batch": 32, "steps": 1500, "lr": 1e-2, **SHARED},
 }
 TASKS = ["recall", "parity", "s3", "s5 swaps"]  # by default
 REFERENCES = ("guessing", "most frequent so far")
@@ -330,13 +323,11 @@ def draw(rows: Sequence[str], path: Path, runs: Sequence[Run]) -> None:
     for title, first in tables.panels(runs).items():
         lines = {}
         for row in rows:
-            if seeds := [
-                run["curves"][title]["accuracy"] for run in tables.of_row(runs, row) if title in run["curves"]
-            ]:
+            curves = [run["curves"].get(title) for run in tables.of_row(runs, row)]
+            if seeds := [curve["accuracy"] for curve in curves if curve]:
                 lines[row] = plots.Line(first["x"], torch.tensor(seeds))
-        lines |= {
-            name: plots.Line(first["x"], torch.tensor([first[name]]), True) for name in REFERENCES if name in first
-        }
+        for name in [name for name in REFERENCES if name in first]:
+            lines[name] = plots.Line(first["x"], torch.tensor([first[name]]), reference=True)
         panels.append(plots.Panel(first["x_label"], lines, title, "accuracy", base=2, ylim=(0, 1.03)))
     plots.draw(path, panels)
 

@@ -1,10 +1,10 @@
 """Doors of whole networks: timm, segmentation_models_pytorch and MONAI take them as they are."""
 
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import segmentation_models_pytorch
 import timm as timm_
 import torch
@@ -16,10 +16,10 @@ from timm.models._hub import save_for_hf
 from timm.optim import create_optimizer_v2
 
 import ndlightnet.integrations.timm  # noqa: F401
-from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.integrations.monai_encoders import UNETREncoder
 
-from .cases import Case, NotApplicable
+from . import layer_doors
+from .door_models import Case
 
 NAME = "ndlightnet_tiny_local"
 DEPTH = 2  # blocks, so that features of inner ones differ from the last ones
@@ -29,8 +29,12 @@ MONAI = {"dims": "spatial_dims", "in_chans": "in_channels", "num_classes": "out_
 def timm(case: Case, tmp_path: Path) -> None:
     """Features, layer groups, the optimiser and the average of weights; with two axes also by
     timm's name, and saved in its form."""
+    if case.is_layer or case.mixer:
+        layer_doors.timm(case, tmp_path)
+    if case.is_layer:
+        return
     net = _network(case)
-    if isinstance(net, NDLightNet):
+    if not case.is_unet:
         _features(case, net)
         _layer_groups(net)
         if net.dims == 2:
@@ -41,23 +45,11 @@ def timm(case: Case, tmp_path: Path) -> None:
 def smp(case: Case, tmp_path: Path) -> None:
     """DPT on the features of a network of two axes; it has twelve blocks, as DPT has an argument
     `depth` of its own."""
-    net = _network(case)
-    if isinstance(net, NDLightUNet):
-        raise NotApplicable("smp puts its decoders on timm's encoders, NDLightUNet has its own")
-    if net.dims != 2 or net.vocab_size is not None:
-        raise NotApplicable("smp has images only, 2 axes")
     options = {k: v for k, v in _options(case).items() if k not in ("dims", "depth", "num_classes")}
-    net = segmentation_models_pytorch.DPT(
-        f"tu-{NAME}",
-        encoder_depth=2,
-        encoder_weights=None,
-        encoder_output_indices=[0, -1],
-        decoder_readout="ignore",
-        decoder_intermediate_channels=(8, 8),
-        decoder_fusion_channels=8,
-        classes=3,
-        **options,
-    ).eval()
+    encoder = {"encoder_depth": 2, "encoder_weights": None, "encoder_output_indices": [0, -1]}
+    decoder = {"readout": "ignore", "intermediate_channels": (8, 8), "fusion_channels": 8}
+    options |= encoder | {f"decoder_{name}": value for name, value in decoder.items()}
+    net = segmentation_models_pytorch.DPT(f"tu-{NAME}", classes=3, **options).eval()
     for at in (0, 2):
         (x,) = case.inputs(at, batch=1)
         x = x[..., : x.shape[2] // 8 * 8, : x.shape[3] // 8 * 8]  # sizes that its decoder can join
@@ -70,6 +62,10 @@ def smp(case: Case, tmp_path: Path) -> None:
 
 def monai(case: Case, tmp_path: Path) -> None:
     """MONAI's names and inferers; its UNETR around an NDLightNet."""
+    if case.is_layer or case.mixer:
+        layer_doors.monai(case, tmp_path)
+    if case.is_layer:
+        return
     net = _network(case)
     options = {MONAI.get(name, name): value for name, value in _options(case).items()}
     twin = type(net)(**options).eval()
@@ -78,35 +74,37 @@ def monai(case: Case, tmp_path: Path) -> None:
         for at in range(len(case.sizes)):
             (x,) = case.inputs(at, batch=1)
             assert torch.equal(SimpleInferer()(x, twin), net(x))
-        if isinstance(net, NDLightUNet):
+        if case.is_unet:
             _windows(case, net)
+        elif case.takes == "words":
+            with pytest.raises(ValueError, match="vocab_size=50 and 12 blocks: expected a network of"):
+                UNETREncoder(case.make(depth=12))
         else:
             _unetr(case, net.dims)
 
 
 def _network(case: Case) -> Any:
-    assert isinstance(case.make, partial)
-    if case.make.func not in (NDLightNet, NDLightUNet):
-        raise NotApplicable(f"{case.make.func.__name__} is a layer: see attention.py beside this file")
-    return (case.make() if case.make.func is NDLightUNet else case.make(depth=DEPTH)).eval()
+    return case.make(**_depth(case)).eval()
+
+
+def _depth(case: Case) -> dict[str, int]:
+    return {} if case.is_unet else {"depth": DEPTH}
 
 
 def _options(case: Case) -> dict[str, Any]:
     """The arguments of a network of the table by their names."""
-    assert isinstance(case.make, partial)
     names = ("dims", "in_chans", "num_classes")
-    depth = {} if case.make.func is NDLightUNet else {"depth": DEPTH}
-    return dict(zip(names, case.make.args, strict=False)) | case.make.keywords | depth
+    return dict(zip(names, case.make.args, strict=False)) | case.make.keywords | _depth(case)
 
 
 def _by_hand(net: Any, x: Any) -> tuple[Any, list[Any]]:
-    """The features of a network, and those after each of its blocks, as seen by hooks."""
-    seen: list[Any] = []
-    hooks = [b.register_forward_hook(lambda _, __, y: seen.append(y)) for b in net.blocks]
+    """The features of a network, and those after each of its blocks, recorded by hooks."""
+    outputs: list[Any] = []
+    hooks = [b.register_forward_hook(lambda _, __, y: outputs.append(y)) for b in net.blocks]
     features = net.forward_features(x)
     for hook in hooks:
         hook.remove()
-    return features, [y.view(features.shape) for y in seen]
+    return features, [y.view(features.shape) for y in outputs]
 
 
 @torch.no_grad()
@@ -187,23 +185,15 @@ def _windows(case: Case, net: Any) -> None:
         window = tuple(max(4, size // 2 + 1) for size in space)
         y = sliding_window_inference(x, window, 2, net, overlap=0)
         alone = (..., *(slice(n - w) for n, w in zip(space, window, strict=True)))
-        part = net(x[(..., *map(slice, window))])
-        assert y.shape[2:] == space and torch.allclose(y[alone], part[alone], atol=1e-4)
+        logits = net(x[(..., *map(slice, window))])
+        assert y.shape[2:] == space and torch.allclose(y[alone], logits[alone], atol=1e-4)
 
 
 def _unetr(case: Case, dims: int) -> None:
     """UNETR's decoder gets the features of the network's blocks."""
-    backbone = case.make(depth=12, **({} if case.takes == "words" else {"patch_size": 16})).eval()
-    net = UNETR(
-        in_channels=3,
-        out_channels=2,
-        img_size=32,
-        feature_size=4,
-        hidden_size=32,
-        mlp_dim=8,
-        num_heads=2,
-        spatial_dims=dims,
-    ).eval()
+    backbone = case.make(depth=12, patch_size=16).eval()
+    sizes = {"img_size": 32, "feature_size": 4, "hidden_size": 32, "mlp_dim": 8, "num_heads": 2}
+    net = UNETR(3, 2, spatial_dims=dims, **sizes).eval()
     net.vit = UNETREncoder(backbone)
     x = torch.randn(1, 3, *[32] * dims)
     features, blocks = _by_hand(backbone, x)

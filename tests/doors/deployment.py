@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,10 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.func import functional_call, grad, jvp, vmap
 
-from .cases import Case
+from .door_models import Case, output
 
 BEYOND = 2e-5  # roundings of 6e-8 that a few hundred operations grow; outputs are of order 1
 EXACT = 1e-10  # float64: 1e-16 likewise, for gradients of up to some hundreds
-
-
-def _first(y: Any) -> Tensor:
-    out: Tensor = y[0] if isinstance(y, tuple) else y
-    return out
-
-
-def _made(case: Case) -> nn.Module:
-    torch.manual_seed(0)
-    return case.make().eval()
 
 
 def _dynamic(case: Case) -> tuple[dict[int, Any], ...]:
@@ -45,38 +35,36 @@ def _program(case: Case, model: nn.Module) -> Any:
 def _agree(case: Case, model: nn.Module, run: Callable[..., Any], sizes: int | None = None) -> None:
     """`run` is the model at the traced size, at the others, and for other batches. Prints the
     largest error at each, which `pytest -s` shows."""
-    errors, largest = [], 0.0
+    errors = []
     for at, batch in [*zip(range(len(case.sizes)), (2, 1, 3, 2, 1, 1), strict=True)][:sizes]:
         inputs = case.inputs(at, batch)
-        actual, expected = _first(run(*inputs)), _first(model(*inputs))
-        assert actual.shape == expected.shape
-        assert expected.abs().max() > 0.01
+        actual, expected = output(run, *inputs), output(model, *inputs)
+        assert actual.shape == expected.shape and expected.abs().max() > 0.01
         errors.append((actual - expected).abs().max().item())
         assert errors[-1] < BEYOND, (batch, case.sizes[at])
-        largest = max(largest, expected.abs().max().item())
-    print(f"outputs to {largest:.1f}, errors to", *(f"{error:.1e}" for error in errors))
+    print("errors to", *(f"{error:.1e}" for error in errors))
+
+
+def _same(actual: Sequence[Tensor], expected: Sequence[Tensor], bound: float) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert a.shape == b.shape and (a - b).abs().max() < bound * (1 + b.abs().max())
 
 
 def compile(case: Case, tmp_path: Path) -> None:
     """One graph, forward and backward; what Inductor makes of it is tested elsewhere."""
-    model, inputs = _made(case), case.inputs()
+    model, inputs = case.make().eval(), case.inputs()
     torch._dynamo.reset()
-    actual = _first(torch.compile(model, backend="aot_eager", fullgraph=True)(*inputs))
-    expected = _first(model(*inputs))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    actual, expected = output(compiled, *inputs), output(model, *inputs)
     assert (actual - expected).abs().max() < BEYOND
     weights = [p for p in model.parameters() if p.requires_grad]
-    with_graph, without = (
-        torch.autograd.grad(y.square().sum(), weights, allow_unused=True) for y in (actual, expected)
-    )
-    for a, b in zip(with_graph, without, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            assert (a - b).abs().max() < BEYOND * (1 + 10 * b.abs().max())
+    grads = [torch.autograd.grad(y.square().sum(), weights, materialize_grads=True) for y in (actual, expected)]
+    _same(*grads, 10 * BEYOND)
 
 
 def export(case: Case, tmp_path: Path) -> None:
     """The exported program in torch, and the ONNX file made of it in onnxruntime."""
-    model, path = _made(case), tmp_path / "model.onnx"
+    model, path = case.make().eval(), tmp_path / "model.onnx"
     program = _program(case, model)
     _agree(case, model, program.module())
     pytest.importorskip("onnxscript")
@@ -98,7 +86,7 @@ def aoti(case: Case, tmp_path: Path) -> None:
     """AOTInductor's code, compiled without optimisation, which takes most of g++'s time."""
     if not shutil.which("g++"):
         pytest.skip("AOTInductor needs a C++ compiler")
-    model, path = _made(case), str(tmp_path / "model.pt2")
+    model, path = case.make().eval(), str(tmp_path / "model.pt2")
     options = {"aot_inductor.debug_compile": True}
     torch._inductor.aoti_compile_and_package(_program(case, model), package_path=path, inductor_configs=options)
     _agree(case, model, torch._inductor.aoti_load_package(path))
@@ -106,37 +94,37 @@ def aoti(case: Case, tmp_path: Path) -> None:
 
 def trace(case: Case, tmp_path: Path) -> None:
     """A TorchScript file, at the traced size: another size is another trace."""
-    model, path = _made(case), str(tmp_path / "model.pt")
+    model, path = case.make().eval(), str(tmp_path / "model.pt")
     torch.jit.save(torch.jit.trace(model, case.inputs(), check_trace=False), path)
     _agree(case, model, torch.jit.load(path), sizes=1)
 
 
 def func(case: Case, tmp_path: Path) -> None:
     """Gradients of single samples as a loop gives them; forward mode against reverse mode."""
-    model = _made(case).double()
+    model = case.make().eval().double()
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     inputs = [x.double() if x.is_floating_point() else x for x in case.inputs()]
 
     def call(weights: dict[str, Tensor], *inputs: Tensor) -> Tensor:
-        return _first(functional_call(model, weights, inputs))
+        return output(lambda *x: functional_call(model, weights, x), *inputs)
 
     def loss(weights: dict[str, Tensor], *sample: Tensor) -> Tensor:
         return call(weights, *(x[None] for x in sample)).sin().sum()
 
+    def by_autograd(function: Callable[[dict[str, Tensor]], Tensor]) -> tuple[Tensor, ...]:
+        learnt = {name: p.clone().requires_grad_() for name, p in weights.items()}
+        return torch.autograd.grad(function(learnt), [*learnt.values()], materialize_grads=True)
+
     each = vmap(grad(loss), (None, *(0 for _ in inputs)))(weights, *inputs)
     for at in range(2):
-        expected = grad(loss)(weights, *(x[at] for x in inputs))
-        learnt = {name: p.clone().requires_grad_() for name, p in weights.items()}
-        usual = torch.autograd.grad(loss(learnt, *(x[at] for x in inputs)), [*learnt.values()], materialize_grads=True)
-        for (name, gradient), by_autograd in zip(expected.items(), usual, strict=True):
-            scale = EXACT * (1 + by_autograd.abs().max())
-            assert (gradient - by_autograd).abs().max() < scale
-            assert (each[name][at] - gradient).abs().max() < scale
+        sample = [x[at] for x in inputs]
+        expected = by_autograd(lambda weights, sample=sample: loss(weights, *sample))
+        _same([*grad(loss)(weights, *sample).values()], expected, EXACT)
+        _same([each[name][at] for name in weights], expected, EXACT)
     ways = {name: torch.randn_like(p) for name, p in weights.items()}
     y, forward = jvp(lambda weights: call(weights, *inputs), (weights,), (ways,))
     weight = torch.randn_like(y)
-    learnt = {name: p.clone().requires_grad_() for name, p in weights.items()}
-    back = torch.autograd.grad((call(learnt, *inputs) * weight).sum(), [*learnt.values()], materialize_grads=True)
+    back = by_autograd(lambda weights: (call(weights, *inputs) * weight).sum())
     reverse = [(a * b).sum() for a, b in zip(back, ways.values(), strict=True)]
-    scale = EXACT * (1 + sum(part.abs() for part in reverse))
+    scale = EXACT * (1 + sum(term.abs() for term in reverse))
     assert ((forward * weight).sum() - sum(reverse)).abs() < scale

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ndlightnet import MultiheadAttention, mixers
 from ndlightnet.ops import lightnet_attention
 
-from .cases import CASES, WORDS, Case, NotApplicable
+from .door_models import WORDS, Case
 
 STEPS = 2
-
-
-def name_of(case: Case) -> str:
-    return next(name for name, other in CASES.items() if other is case)
-
-
-def mixer_of(case: Case) -> Any:
-    """The mixer of a case "mixer GLA", else None."""
-    kind, _, name = name_of(case).partition(" ")
-    return getattr(mixers, name) if kind == "mixer" else None
 
 
 # --------------------------------------------------------------------------------- transformers
 def transformers(case: Case, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = case.make()
-    if isinstance(model, MultiheadAttention):
-        attends_in_a_vit(model)
-    elif mixer_of(case) is not None:
-        mixes_in_a_vit(mixer_of(case))
+    if case.is_layer:
+        attends_in_a_vit(case.make())
+    elif case.mixer:
+        mixes_in_a_vit(case.mixer)
     else:
         trains_with_the_trainer(case, tmp_path)
 
@@ -42,38 +31,28 @@ def transformers(case: Case, tmp_path: Path) -> None:
 def tiny_vit() -> Any:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=32,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=20,
-            patch_size=4,
-            num_labels=3,
-        )
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=20, patch_size=4, num_labels=3))
 
 
-def attends_in_a_vit(ours: MultiheadAttention) -> None:
+def attends_in_a_vit(ours: Any) -> None:
     """The layers of a ViT compute what MultiheadAttention of these weights reads."""
     import ndlightnet.integrations.transformers  # noqa: F401  registers it
 
     model = tiny_vit().eval()
     model.set_attn_implementation("lightnet")
     layer = model.vit.layers[0].attention
-    for part in "qkv":
-        ours_part = getattr(ours, f"{part}_proj")
-        getattr(layer, f"{part}_proj").load_state_dict(ours_part.state_dict())
-    heard: list[Tensor] = []
-    layer.o_proj.register_forward_pre_hook(lambda m, i: heard.append(i[0]))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(layer, name).load_state_dict(getattr(ours, name).state_dict())
+    inputs: list[Tensor] = []
+    layer.o_proj.register_forward_pre_hook(lambda m, i: inputs.append(i[0]))
     x = torch.randn(2, 26, 32)
     layer(x)
-    torch.testing.assert_close(heard[0], memory_read(ours, x, x))
+    torch.testing.assert_close(inputs[0], memory_read(ours, x, x))
     losses_fall(model)
 
 
-def memory_read(ours: MultiheadAttention, x: Tensor, source: Tensor) -> Tensor:
+def memory_read(ours: Any, x: Tensor, source: Tensor) -> Tensor:
     """What MultiheadAttention reads before its norm and gate."""
 
     def heads(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -90,12 +69,18 @@ def mixes_in_a_vit(mixer: Any) -> None:
     assert len(replace_attention(model, mixer).replaced) == 2
     layer = model.vit.layers[1].attention
     assert isinstance(layer.mixer.mixer, mixer)
-    heard: list[tuple[Tensor, Tensor]] = []
-    layer.register_forward_hook(lambda m, i, out: heard.append((i[0], out[0])))
-    model(pixel_values=torch.randn(2, 3, 20, 20))
-    x, y = heard[0]
-    torch.testing.assert_close(y, layer.mixer.mixer(x))
+    computes_as_its_mixer(layer, lambda: model(pixel_values=torch.randn(2, 3, 20, 20)))
     losses_fall(model)
+
+
+def computes_as_its_mixer(layer: Any, run: Callable[[], Any]) -> Any:
+    """Return what the network returns, in which the layer is the mixer's own call."""
+    calls: list[tuple[Tensor, Any]] = []
+    layer.register_forward_hook(lambda m, i, out: calls.append((i[0], out)))
+    result = run()
+    ((x, y),) = calls
+    torch.testing.assert_close(y[0] if isinstance(y, tuple) else y, layer.mixer.mixer(x))
+    return result
 
 
 def losses_fall(model: Any) -> None:
@@ -117,7 +102,7 @@ def rows(case: Case, n: int = 8) -> list[dict[str, Tensor]]:
     (x,) = case.inputs(batch=n)
     if case.takes == "words":
         labels = torch.roll(x, -1, 1) % WORDS
-    elif "UNet" in name_of(case):
+    elif case.is_unet:
         labels = (x[:, 0] > 0).long()
     else:
         labels = (x.flatten(1).mean(1) > 0).long()
@@ -135,36 +120,29 @@ def trains_with_the_trainer(case: Case, tmp_path: Path) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     data = rows(case)
 
-    def trained(folder: str, **how: Any) -> Any:
+    def trained(folder: str, **options: Any) -> Any:
         hf.set_seed(1)
-        args = hf.TrainingArguments(
-            str(tmp_path / folder),
-            max_steps=STEPS,
-            save_steps=1,
-            per_device_train_batch_size=4,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            logging_strategy="no",
-        )
+        quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
+        steps = {"max_steps": STEPS, "save_steps": 1, "per_device_train_batch_size": 4}
+        args = hf.TrainingArguments(str(tmp_path / folder), **steps, **quiet)
         net = ForTrainer(case.make())
         trainer = hf.Trainer(net, args, train_dataset=data, eval_dataset=data[:3])
-        trainer.train(**how)
+        trainer.train(**options)
         return trainer
 
-    whole = trained("whole")
-    net = whole.model.net.eval()
-    again = trained("again", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    trainer = trained("first")
+    net = trainer.model.net.eval()
+    again = trained("again", resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-1"))
     for a, b in zip(net.parameters(), again.model.net.parameters(), strict=True):
         assert torch.equal(a, b)
-    weights = load_file(tmp_path / "whole" / f"checkpoint-{STEPS}" / "model.safetensors")
+    weights = load_file(tmp_path / "first" / f"checkpoint-{STEPS}" / "model.safetensors")
     fresh = case.make().eval()
     fresh.load_state_dict({k.removeprefix("net."): x for k, x in weights.items()})
     x = torch.stack([row["x"] for row in data[:3]])
     with torch.no_grad():
         expected = net(x)
         torch.testing.assert_close(fresh(x), expected)
-    predicted = whole.predict(data[:3])
+    predicted = trainer.predict(data[:3])
     torch.testing.assert_close(torch.from_numpy(predicted.predictions), expected)
     assert predicted.metrics["test_loss"] > 0
 
@@ -172,25 +150,22 @@ def trains_with_the_trainer(case: Case, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ diffusers
 def diffusers(case: Case, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = case.make()
-    if isinstance(model, MultiheadAttention):
-        attends_in_diffusers(model)
-    elif mixer_of(case) is not None:
-        mixes_in_a_dit(mixer_of(case))
-    elif "UNet" in name_of(case):
-        denoises(case)
+    if case.is_layer:
+        attends_in_diffusers(case.make())
+    elif case.mixer:
+        mixes_in_a_dit(case.mixer)
     else:
-        raise NotApplicable("diffusers' schedulers need a network from a grid to a grid; this one predicts classes")
+        denoises(case)
 
 
-def attends_in_diffusers(ours: MultiheadAttention) -> None:
+def attends_in_diffusers(ours: Any) -> None:
     from diffusers.models.attention_processor import Attention
 
     from ndlightnet.integrations.diffusers import LightNetAttnProcessor
 
     layer = Attention(32, 32, heads=4, dim_head=8, bias=True, processor=LightNetAttnProcessor())
-    for part in "qkv":
-        getattr(layer, f"to_{part}").load_state_dict(getattr(ours, f"{part}_proj").state_dict())
+    for name in "qkv":
+        getattr(layer, f"to_{name}").load_state_dict(getattr(ours, f"{name}_proj").state_dict())
     layer.to_out[0] = nn.Identity()
     x, source = torch.randn(2, 20, 32), torch.randn(2, 7, 32)
     torch.testing.assert_close(layer(x), memory_read(ours, x, x))
@@ -202,23 +177,13 @@ def mixes_in_a_dit(mixer: Any) -> None:
 
     from ndlightnet.integrations import replace_attention
 
-    model = DiTTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=4,
-        num_layers=2,
-        sample_size=8,
-        patch_size=2,
-        num_embeds_ada_norm=10,
-    )
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "num_layers": 2}
+    model = DiTTransformer2DModel(**sizes, sample_size=8, patch_size=2, num_embeds_ada_norm=10)
     assert len(replace_attention(model, mixer).replaced) == 2
     layer = model.transformer_blocks[1].attn1
-    heard: list[tuple[Tensor, Tensor]] = []
-    layer.register_forward_hook(lambda m, i, out: heard.append((i[0], out)))
-    image, when, kind = torch.randn(2, 4, 8, 8), torch.tensor([1, 5]), torch.tensor([2, 3])
-    y = model(image, timestep=when, class_labels=kind).sample
+    image, times, classes = torch.randn(2, 4, 8, 8), torch.tensor([1, 5]), torch.tensor([2, 3])
+    y = computes_as_its_mixer(layer, lambda: model(image, timestep=times, class_labels=classes)).sample
     y.square().mean().backward()
-    torch.testing.assert_close(heard[0][1], layer.mixer.mixer(heard[0][0]))
     assert all(p.grad is not None for p in layer.parameters())
 
 

@@ -1,68 +1,44 @@
-"""Models x doors: each pair is a test, open, or refused with its reason, but for those that
-ndlightnet/integrations/README.md lists as not run. A door's own file beside this one says what it asserts."""
+"""Models x doors: each pair is a test, but for those that have no code, as the other library has no place for such a
+model, and those that ndlightnet/integrations/README.md lists as not run. A door's own file beside this one says what
+it asserts."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from .cases import CASES, Case, NotApplicable
+from .door_models import CASES, LAYER
 
-Door = Callable[[Case, Path], None]
 ROOT = Path(__file__).parents[2]
-LAYER = "MultiheadAttention"
-# door: the files with a function of this name, and the packages they need
-DOORS = {
-    "compile": (["deployment"], []),
-    "export": (["deployment"], []),
-    "aoti": (["deployment"], []),
-    "trace": (["deployment"], []),
-    "func": (["deployment"], []),
-    "ddp": (["parallel"], []),
-    "fsdp2": (["parallel"], []),
-    "hub": (["persistence"], ["huggingface_hub", "safetensors"]),
-    "safetensors": (["persistence"], ["safetensors"]),
-    "timm": (["backbones", "attention"], ["timm", "monai", "segmentation_models_pytorch"]),
-    "monai": (["backbones", "attention"], ["timm", "monai", "segmentation_models_pytorch"]),
-    "smp": (["backbones"], ["timm", "monai", "segmentation_models_pytorch"]),
-    "transformers": (["huggingface"], ["transformers", "diffusers"]),
-    "diffusers": (["huggingface"], ["transformers", "diffusers"]),
+# door: the file with a function of this name, and the packages that it needs
+BACKBONES, HUGGING_FACE = ["timm", "monai", "segmentation_models_pytorch"], ["transformers", "diffusers"]
+DOORS: dict[str, tuple[str, list[str]]] = {
+    **dict.fromkeys(("compile", "export", "aoti", "trace", "func"), ("deployment", [])),
+    **dict.fromkeys(("ddp", "fsdp2"), ("data_parallel", [])),
+    "hub": ("persistence", ["huggingface_hub", "safetensors"]),
+    "safetensors": ("persistence", ["safetensors"]),
+    **dict.fromkeys(("timm", "monai", "smp"), ("backbones", BACKBONES)),
+    **dict.fromkeys(("transformers", "diffusers"), ("huggingface", HUGGING_FACE)),
 }
-IMAGES, OWN = "smp has images only", "NDLightUNet has its own"
-CLASSES = "this one predicts classes"
-NOT = NotApplicable
-REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
-    (LAYER, "hub"): (NOT, "is a layer"),
-    (LAYER, "smp"): (NOT, "is a layer"),
-    ("causal text", "monai"): (ValueError, "vocab_size=50 and 12 blocks: expected a network of"),
-    ("causal text", "smp"): (NOT, IMAGES),
-    ("causal video", "smp"): (NOT, IMAGES),
-    ("NDLightNet, 1 axis", "smp"): (NOT, IMAGES),
-    ("NDLightNet, 3 axes", "smp"): (NOT, IMAGES),
-    ("NDLightUNet, 2 axes", "smp"): (NOT, OWN),
-    ("NDLightUNet, 3 axes", "smp"): (NOT, OWN),
-    ("NDLightNet, 1 axis", "diffusers"): (NOT, CLASSES),
-    ("NDLightNet, 2 axes", "diffusers"): (NOT, CLASSES),
-    ("NDLightNet, 3 axes", "diffusers"): (NOT, CLASSES),
-    ("causal text", "diffusers"): (NOT, CLASSES),
-    ("causal video", "diffusers"): (NOT, CLASSES),
+CLASSIFIERS = {"NDLightNet, 1 axis", "NDLightNet, 2 axes", "NDLightNet, 3 axes", "causal text", "causal video"}
+NO_PLACE = {
+    "hub": {LAYER},  # the network that holds it knows its arguments
+    "smp": {name for name in CASES if name != "NDLightNet, 2 axes" and not name.startswith("mixer")},  # images only
+    "diffusers": CLASSIFIERS,  # its schedulers need a network from a grid to a grid
 }
+# refused with a reason, which the door's file asserts
+REFUSED = {("causal text", "monai")}
 # doors whose cells take more than a second, and those that run apart, as they take longer
-SLOW = {"compile", "trace", "func", "ddp", "fsdp2", "transformers", "diffusers"}
-EXHAUSTIVE = {"export", "aoti"}
-QUICK = {(LAYER, "export"), ("NDLightNet, 1 axis", "export")}  # of those, what runs with the slow ones
-# AOTInductor takes minutes for each: global attention with MD-TPE, the causal scan, convolutions,
-# padding and heads, a recurrence. All models are exported, which is the graph that it compiles.
-ONLY = {"aoti": {"NDLightNet, 1 axis", "causal text", "NDLightUNet, 2 axes", LAYER, "mixer Mamba"}}
-
-
-def is_tested(model: str, door: str) -> bool:
-    return model in ONLY.get(door, CASES)
+SLOW = {"trace", "func", "ddp", "fsdp2", "transformers", "diffusers"}
+EXHAUSTIVE = {"compile", "export", "aoti"}
+# One model of a kind: global attention with MD-TPE, the causal scan, convolutions, padding and heads, a recurrence.
+# AOTInductor takes minutes for each. All models are exported, which is the graph that it compiles.
+KINDS = {"NDLightNet, 1 axis", "causal text", "NDLightUNet, 2 axes", LAYER, "mixer Mamba"}
+ONLY = {"aoti": KINDS}
+# of the exhaustive ones, what runs with the slow ones
+QUICK = {(LAYER, "export"), *((model, "compile") for model in KINDS)}
 
 
 def cells() -> list[object]:
@@ -71,40 +47,26 @@ def cells() -> list[object]:
             return [pytest.mark.slow]
         return [pytest.mark.exhaustive] if door in EXHAUSTIVE else []
 
-    pairs = [(model, door) for door in DOORS for model in CASES if is_tested(model, door)]
+    run = {door: ONLY.get(door, CASES.keys()) - NO_PLACE.get(door, set()) for door in DOORS}
+    pairs = [(model, door) for door in DOORS for model in CASES if model in run[door]]
     return [pytest.param(*pair, marks=marks(*pair)) for pair in pairs]
 
 
 @pytest.mark.parametrize(("model", "door"), cells())
 def test_cell(model: str, door: str, tmp_path: Path) -> None:
-    files, needed = DOORS[door]
-    for package in needed:
-        if find_spec(package) is None:
-            pytest.skip(f"the package {package} is not here")
-    if (model, door) in REFUSED:
-        kind, reason = REFUSED[model, door]
-        with pytest.raises(kind, match=re.escape(reason)):
-            opened(files[0], door)(CASES[model], tmp_path)
-        return
-    for file in files:  # attention.py is about layers, backbones.py about networks
-        about_layers = model == LAYER or model.startswith("mixer")
-        if (file == "attention" and not about_layers) or (file == "backbones" and model == LAYER):
-            continue
-        opened(file, door)(CASES[model], tmp_path)
-
-
-def opened(file: str, door: str) -> Door:
-    function: Door = getattr(import_module(f".{file}", __package__), door)
-    return function
+    file, packages = DOORS[door]
+    for package in packages:
+        pytest.importorskip(package)
+    getattr(import_module(f".{file}", __package__), door)(CASES[model], tmp_path)
 
 
 def table() -> str:
     """Return the doors that are closed to a model, or in which it is not run, as Markdown."""
     lines = ["| model | refused | not run |", "|---|---|---|"]
     for model in CASES:
-        refused = ", ".join(door for door in DOORS if (model, door) in REFUSED)
-        skipped = ", ".join(door for door in DOORS if not is_tested(model, door))
-        lines.append(f"| {model} | {refused} | {skipped} |")
+        refused = [door for door in DOORS if model in NO_PLACE.get(door, ()) or (model, door) in REFUSED]
+        skipped = [door for door in DOORS if model not in ONLY.get(door, CASES)]
+        lines.append(f"| {model} | {', '.join(refused)} | {', '.join(skipped)} |")
     return "\n".join(lines)
 
 

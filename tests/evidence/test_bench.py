@@ -8,18 +8,9 @@ import torch
 from torch.nn.functional import silu
 
 import bench as command
-from ndlightnet.nn import mixers
 from ndlightnet.ops import Position, global_attention
-from ndlightnet_evidence.bench import attention, output, peers, rows, stream, timing
-from ndlightnet_evidence.bench import mixers as layers
-from ndlightnet_evidence.bench.decode import decode
-from ndlightnet_evidence.bench.frames import frames, packs
-from ndlightnet_evidence.bench.generation import generation
-from ndlightnet_evidence.bench.local import local
-from ndlightnet_evidence.bench.norm import norm
+from ndlightnet_evidence.bench import attention_rows, network_rows, operator_rows, output, rival_kernels, rows, timing
 from ndlightnet_evidence.bench.rows import Bench, Case, Contender
-from ndlightnet_evidence.bench.step import step
-from ndlightnet_evidence.bench.tpe import tpe
 
 CPU = torch.device("cpu")
 CASE = Case("global", 2, 24, 3, 5)
@@ -36,14 +27,14 @@ def of(bench, who, **fields):
 
 
 def test_a_failing_peer_is_an_empty_cell_with_its_reason(bench, monkeypatch):
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(rival_kernels, "find_spec", lambda name: None)
     bench.minutes = 1
 
     def broken(q, k, v):
         raise RuntimeError("no such kernel\nand a long story")
 
-    contenders = [Contender("broken", broken), attention.FLA_LINEAR, attention.ours(bench)]
-    times = attention.compare(bench, CASE, "fwd", contenders)
+    contenders = [Contender("broken", broken), attention_rows.FLA_LINEAR, attention_rows.ours(bench)]
+    times = attention_rows.compare(bench, CASE, "fwd", contenders)
     assert [times["broken"], times["fla linear"]] == [None, None] and times["ours"] > 0
     (cell,) = of(bench, "broken")
     assert (cell.ms, cell.over_floor, cell.mode) == (None, None, "")
@@ -53,7 +44,7 @@ def test_a_failing_peer_is_an_empty_cell_with_its_reason(bench, monkeypatch):
     ]
     assert output.table(bench.cells).splitlines()[2].count(" - ") == 2
     bench.minutes = 0  # late peers are left out, ours are not
-    attention.compare(bench, CASE, "fwd", [attention.ours(bench), attention.FLA_LINEAR])
+    attention_rows.compare(bench, CASE, "fwd", [attention_rows.ours(bench), attention_rows.FLA_LINEAR])
     assert of(bench, "ours")[-1].ms and "--minutes" in of(bench, "fla linear")[-1].note
 
 
@@ -73,48 +64,45 @@ def test_what_peers_compile_is_our_attention(kind):
     slots = 3 if kind == "rotary" else 6
     position = Position(torch.rand(3, slots), (2, 3, 4), kind) if kind else None
     expected = global_attention(q, k, v, position=position, impl="torch")
-    torch.testing.assert_close(peers.reference(q, k, v, position), expected)
+    torch.testing.assert_close(rival_kernels.reference(q, k, v, position), expected)
     first = silu(q[:, 0]).sum(-1, True) * v[:, 0]  # it sees itself alone
-    torch.testing.assert_close(peers.causal_chunks(q, k, v)[:, 0], first)
+    torch.testing.assert_close(rival_kernels.causal_chunks(q, k, v)[:, 0], first)
 
 
 def test_lengths_as_grids():
     shapes = [(4, 16, 16), (16, 16, 16), (16, 32, 32), (16, 64, 64), (64, 64, 64)]
-    assert [attention.cube(length) for length in (1024, 4096, 16384, 65536, 262144)] == shapes
+    assert [attention_rows.cube(length) for length in (1024, 4096, 16384, 65536, 262144)] == shapes
 
 
 @pytest.mark.slow
 def test_all_groups_have_their_rows_and_floors(bench, monkeypatch, tmp_path):
     """Everything of ours runs in every group; a floor is what has to be moved at 1 GB/s."""
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
-    attention.attention(bench, shapes=[(1, 64)], heads=2, dim=8)
+    attention_rows.attention(bench, shapes=[(1, 64)], heads=2, dim=8)
     names = {(c.row, c.direction) for c in of(bench, "ours")}
     assert {("global", "fwd"), ("causal", "fwd+bwd"), ("global, cosine", "fwd")} < names
     assert ("global, rotary, learnt angles", "fwd+bwd") in names
-    attention.dims(bench, shapes=[(2, 64, 1, 6)])
-    attention.figure(bench, lengths=[64, 128], heads=1, dim=8)
+    attention_rows.figure(bench, lengths=[64, 128], heads=1, dim=8)
     output.draw(bench.cells, tmp_path / "new" / "scans.png")
     assert (tmp_path / "new" / "scans.png").stat().st_size > 10_000
-    tpe(bench, grid=(2, 3, 4), dim=4, states=(4,))
-    local(bench, shapes=(("star", 1, (2, 3), 4), ("dense", 1, (2,) * 4, 4)))
-    norm(bench, shapes=((2, 3, (4, 5)),))
-    decode(bench, batch=2, heads=1, dim=8)
-    step(bench, grid=(2, 2, 2), dim=64, depth=1)
-    frames(bench, grid=(3, 2, 2), heads=1, dim=8)
-    packs(bench, large=[(2, 2, 2), (1, 4, 2)], small=[(2, 2, 1)] * 3, heads=2, dim=64)
+    attention_rows.frames(bench, grid=(3, 2, 2), heads=1, dim=8)
+    attention_rows.packs(bench, "large", [(2, 2, 2), (1, 4, 2)], heads=2, dim=64)
+    operator_rows.tpe(bench, grid=(2, 3, 4), dim=4, states=(4,))
+    operator_rows.local(bench, shapes=(("star", 1, (2, 3), 4), ("dense", 1, (2,) * 4, 4)))
+    operator_rows.norm(bench, shapes=((2, 3, (4, 5)),))
+    operator_rows.decode(bench, batch=2, heads=1, dim=8)
+    network_rows.step(bench, grid=(2, 2, 2), dim=64, depth=1)
+    network_rows.pack_step(bench, [(2, 2, 2), (1, 4, 2)], dim=64)
     bench.minutes = 99
-    generation(bench, first=2, dim=64, depth=1)
+    network_rows.generation(bench, first=2, dim=64, depth=1)
     bench.minutes = 0
-    rows_of_generation = {"without MD-TPE", "without local", "softmax", "softmax + local", "identity + local"}
-    assert {c.who for c in bench.cells if c.row == "generation, 32 x 32" and c.ms} == {"ours", *rows_of_generation}
-    dense = {"2 large volumes", "3 small volumes", "network, forward and backward"}
-    assert {c.row for c in of(bench, "dense")} == dense
-    layers.operators(bench, shapes=[(1, 70)], heads=2, dim=8)
-    assert {c.row for c in of(bench, "ours")} > {row for row, _, _ in layers.RULES}
-    stream.stream(bench, size=32, dim=64, depth=1, frames=50, at_once=2)
-    stream.draw(bench.facts, tmp_path / "stream.png")
+    others = {"without MD-TPE", "without local", "softmax", "softmax + local", "identity + local"}
+    assert {c.who for c in bench.cells if c.row == "generation, 32 x 32" and c.ms} == {"ours", *others}
+    assert {c.row for c in of(bench, "dense")} == {"2 large volumes", "network, forward and backward"}
+    network_rows.stream(bench, size=32, dim=64, depth=1, frames=50, at_once=2)
+    network_rows.draw_stream(bench.facts, tmp_path / "stream.png")
     assert (tmp_path / "stream.png").stat().st_size > 5_000
-    assert sum(", window 16" in fact for fact in bench.facts if fact.startswith(stream.FACT)) >= 25
+    assert sum(", window 16" in fact for fact in bench.facts if fact.startswith(network_rows.FACT)) >= 25
     assert [c for c in of(bench, "ours") if c.ms is None] == []
     assert [c for c in bench.cells if c.who in ("compile", "fla linear", "fla") and c.ms] == []
     share = bench.facts["mixing and position, share of the step"]
@@ -125,7 +113,7 @@ def test_all_groups_have_their_rows_and_floors(bench, monkeypatch, tmp_path):
         ("global", "fwd+bwd", 11 * 64 * 2 * 8, 4),
         ("MD-TPE, 4 states, one way", "fwd+bwd", 5 * (2 * 3 * 4) * 4, 2),
         ("step", "fwd", 2 * 2 * 8 * (1 + 1 + 8) + 2 * 2 * 8, 4),  # a State read and written; q, k, v, o in bf16
-        ("KDA", "fwd", 70 * 2 * (5 * 8 + 1), 4),  # q, k, v, y and decays of 8 channels, one beta
+        ("norm, residual, SiLU", "fwd+bwd", 8 * 2 * 3 * 20, 2),
     ):
         floor = of(bench, "floor", row=row, direction=direction)[0]
         assert floor.ms == pytest.approx(numbers * size / 1e9 * 1e3), row
@@ -151,13 +139,3 @@ def test_the_command_without_a_card(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command.main(["mixer"])
     assert "mixer: expected some of attention" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_every_mixer_of_the_catalogue_is_timed(bench, monkeypatch):
-    bench.quick = False
-    monkeypatch.setattr(Bench, "laps", 1)
-    layers.mixers(bench, lengths=[9], grids=[(2, 3)], dim=16)
-    names = {cell.row for cell in bench.cells if cell.ms}
-    assert names > {f"{name}, causal" for name in mixers.__all__}
-    assert names > {f"Mamba {scan}, 2 x 3" for scan in ("raster", "both", "axes")} and len(bench.facts) == len(names)

@@ -10,10 +10,7 @@ from PIL import Image
 from torch import nn
 
 import family
-from ndlightnet_evidence import photographs
-from ndlightnet_evidence.load import load
-
-FOLDERS = {"size": 8, "padding": 1, "hflip": 0.5, "random_erasing": 0.2, "cutmix": 1.0, "mixup": 0.2}
+from ndlightnet_evidence import sets
 
 
 def volumes(folder):
@@ -36,13 +33,14 @@ def photos(folder):
             for number in range(count):
                 pixels = rng.integers(light, light + 50, (8, 8, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / split / name / f"{number}.png")
-    return {"root": str(folder), "batch_size": 8, "crop_pct": 1.0, "validation": 0.34, **FOLDERS}
+    changes = {"size": 8, "padding": 1, "hflip": 0.5, "random_erasing": 0.2, "cutmix": 1.0, "mixup": 0.2}
+    return {"root": str(folder), "batch_size": 8, "crop_pct": 1.0, "validation": 0.34, **changes}
 
 
 def text(folder):
     (folder / "text").write_bytes(b"to be or not to be, " * 400)
     windows = {"length": 16, "windows": 10, "lengths": [32, 64], "test_bytes": 256, "fractions": [0.9, 0.0, 0.1]}
-    return {"root": str(folder / "text"), "batch_size": 4, **windows}
+    return {"root": str(folder / "text"), "batch_size": 4, "workers": 0, **windows}
 
 
 KINDS = {
@@ -54,115 +52,111 @@ KINDS = {
 
 @pytest.fixture
 def config(tmp_path, request):
-    make, epochs, net, lr = KINDS[getattr(request, "param", "ImageData")]
+    kind = getattr(request, "param", "ImageData")
+    make, epochs, net, lr = KINDS[kind]
     (tmp_path / "data").mkdir()
-    init_args = {**net, "embed_dim": 16, "depth": 1}
-    average = {"class_path": "ndlightnet.training.AveragedWeights"}
-    content = {
-        "trainer": {"max_epochs": epochs, "gradient_clip_val": 1.0, "callbacks": [average] if make is photos else []},
-        "model": {
-            "lr": lr,
-            "weight_decay": 0.05,
-            "net": {"class_path": "ndlightnet.NDLightNet", "init_args": init_args},
-        },
-        "data": {
-            "class_path": f"ndlightnet.training.{getattr(request, 'param', 'ImageData')}",
-            "init_args": make(tmp_path / "data"),
-        },
+    average = [{"class_path": "ndlightnet.training.AveragedWeights"}] if make is photos else []
+    network = {"class_path": "ndlightnet.NDLightNet", "init_args": {**net, "embed_dim": 16, "depth": 1}}
+    return {
+        "trainer": {"max_epochs": epochs, "gradient_clip_val": 1.0, "callbacks": average},
+        "model": {"lr": lr, "weight_decay": 0.05, "net": network},
+        "data": {"class_path": f"ndlightnet.training.{kind}", "init_args": make(tmp_path / "data")},
     }
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(content))
-    return tmp_path / "tiny.yaml"
 
 
-def results(out):
-    return {(run["row"], run["seed"]): run for run in json.loads((out / "runs.json").read_text())}
+@pytest.fixture
+def run(config, tmp_path):
+    """run(arguments) -> the runs of the command by row and seed."""
+
+    def run(*arguments: str):
+        (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
+        family.main([str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "out"), *arguments])
+        return {(run["row"], run["seed"]): run for run in json.loads((tmp_path / "out" / "runs.json").read_text())}
+
+    return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", KINDS, indirect=True)
-def test_a_short_training_learns_and_its_batches_follow_from_the_seed(config, tmp_path):
-    row = "LightNetAttention" if "TextData" in config.read_text() else "Identity"
-    family.main([str(config), "--rows", row, "--seeds", "0", "--out", str(tmp_path / "out")])
-    run = results(tmp_path / "out")[row, 0]
-    data = load(family.read_config(config, []))
-    assert run["steps"] == data.steps and run["step_ms"] > 0
-    if "bits_16" in run:  # the longest windows hold the same bytes as the others
-        assert run["bits_per_byte"] == run["bits_16"]
-        assert all(run[f"bits_{n}"] < 2.7 for n in (16, 32, 64))  # 2.71 by the counts of the letters
+def test_a_short_training_learns_and_its_batches_follow_from_the_seed(config, run, tmp_path):
+    row = "LightNetAttention" if "TextData" in config["data"]["class_path"] else "Identity"
+    result, data = run("--rows", row, "--seeds", "0")[row, 0], sets.load(config)
+    assert result["steps"] == data.steps and result["step_ms"] > 0
+    if "bits_16" in result:  # the longest windows hold the same bytes as the others
+        assert result["bits_per_byte"] == result["bits_16"]
+        assert all(result[f"bits_{n}"] < 2.7 for n in (16, 32, 64))  # 2.71 by the counts of the letters
         assert (tmp_path / "out" / "lengths.png").read_bytes().startswith(b"\x89PNG")
         bits = data.test(lambda x: torch.zeros(*x.shape, 256), False)
         assert all(value == pytest.approx(8) for value in bits.values())
         windows = torch.cat([batch for (batch,) in data.batches(0, 5)])
-        starts = torch.stack([(data.text.unfold(0, 17, 1) == window).all(1) for window in windows])
+        starts = torch.stack([(data.data.splits[0].unfold(0, 17, 1) == window).all(1) for window in windows])
         assert windows.shape == (20, 17) and starts.any(1).all()  # all are windows of the text
     else:
-        assert run["top1"] > 0.9
+        assert result["top1"] > 0.9
     for one, same, changed in zip(*(data.batches(seed, 3) for seed in (3, 3, 4)), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
         assert not torch.equal(one[0], changed[0])
 
 
 @pytest.mark.slow
-def test_runs_make_a_table_and_are_not_made_again_unless_they_failed(config, tmp_path, monkeypatch):
-    out, plain_run, failing = tmp_path / "out", family.run, {("TNL axes", 1)}
+def test_runs_make_a_table_and_are_not_made_again_unless_they_failed(run, tmp_path, monkeypatch):
+    train = family.Study.run
 
-    def run(o, study, who):
-        started.append((who["row"], who["seed"]))
+    def one(study, spec):
+        started.append((spec["row"], spec["seed"]))
         if started[-1] in failing:
             raise RuntimeError("no memory left")
-        return plain_run(o, study, who)
+        return train(study, spec)
 
-    monkeypatch.setattr(family, "run", run)
-    rows = ["Identity", "TNL axes"]
-    for expected in ([(row, seed) for seed in (0, 1) for row in rows], [("TNL axes", 1)], []):
-        started = []
-        family.main([str(config), "--rows", *rows, "--seeds", "0", "1", "--steps", "8", "--out", str(out)])
-        assert started == expected
-        text = (out / "table.md").read_text()
-        assert ("Failed: TNL axes, seed 1 (RuntimeError: no memory left)." in text) == bool(failing)
-        failing.clear()
-    runs = results(out)
-    assert set(runs) == {(row, seed) for row in rows for seed in (0, 1)}
-    assert all(run["steps"] == 8 for run in runs.values())
-    assert "step_ms" in runs["Identity", 0] and "step_ms" not in runs["Identity", 1]  # of the first run
-    assert runs["Identity", 0]["latency_ms"] > 0 and runs["TNL axes", 0]["state_size"] == 16 * 16
-    first, second = text.splitlines()[2:4]
-    assert first.startswith("| Identity | 0.0") and " ± " in first and " 256 " in second
-    assert (out / "family.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_rows_of_a_file_at_two_rates_and_changes_of_the_config(config, tmp_path):
+    monkeypatch.setattr(family.Study, "run", one)
     (tmp_path / "rows.yaml").write_text(".heads: &heads {heads: 2}\nnarrow: {embed_dim: 8}\nplain: {tpe: false}\n")
-    arguments = ["--file", str(tmp_path / "rows.yaml"), "--rows", "narrow", "GLA axes", "--lr", "1e-3", "2e-3"]
-    changes = ["--steps", "1", "--set", "data.init_args.batch_size=4"]
-    family.main([str(config), *arguments, *changes, "--seeds", "4", "--out", str(tmp_path / "out")])
-    runs = results(tmp_path / "out")
-    assert [row for row, _ in runs] == [f"{row}, lr 0.00{n}" for row in ("narrow", "GLA axes") for n in (1, 2)]
-    sizes = {row: run["parameters"] for (row, _), run in runs.items()}
-    assert sizes["narrow, lr 0.001"] < sizes["GLA axes, lr 0.001"] / 1.5
-    with pytest.raises(ValueError, match="row 'GLA spiral'"):
-        family.main([str(config), "--rows", "GLA spiral", "--out", str(tmp_path / "none")])
-    assert not (tmp_path / "none").exists()
+    rows = [f"{row}, lr 0.00{n}" for row in ("narrow", "TNL axes") for n in (1, 2)]
+    failing = {(rows[3], 1)}
+    for expected in ([(row, seed) for seed in (0, 1) for row in rows], [(rows[3], 1)], []):
+        started = []
+        options = ["--lr", "1e-3", "2e-3", "--seeds", "0", "1", "--steps", "8"]
+        runs = run("--file", f"{tmp_path}/rows.yaml", "--rows", "narrow", "TNL axes", *options)
+        assert started == expected
+        table = (tmp_path / "out" / "table.md").read_text()
+        assert (f"Failed: {rows[3]}, seed 1 (RuntimeError: no memory left)." in table) == bool(failing)
+        failing.clear()
+    assert set(runs) == {(row, seed) for row in rows for seed in (0, 1)}
+    assert all(result["steps"] == 8 for result in runs.values())
+    assert "step_ms" in runs[rows[0], 0] and "step_ms" not in runs[rows[0], 1]  # of the first run
+    assert runs[rows[0], 0]["latency_ms"] > 0 and runs[rows[2], 0]["state_size"] == 16 * 16
+    assert runs[rows[0], 0]["parameters"] < runs[rows[2], 0]["parameters"] / 1.5
+    line = table.splitlines()[4]
+    assert line.startswith("| TNL axes, lr 0.001 | 0.0") and " ± " in line and " 256 " in line
+    assert (tmp_path / "out" / "family.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["ImageFolders"], indirect=True)
-def test_rows_have_equal_time_and_a_curve(config, tmp_path):
-    family.main([str(config), "--rows", "Identity", "--seeds", "0", "--seconds", "1", "--out", str(tmp_path / "out")])
-    (run,) = results(tmp_path / "out").values()
-    assert run["steps"] == int(1e3 / run["step_ms"])
-    assert len(run["curve"]) == min(family.POINTS, run["steps"]) and run["curve"][-1][1] > 0.5
-    assert run["curve"][-1][0] == pytest.approx(1, abs=2 * run["step_ms"] / 1e3)
+def test_rows_have_equal_time_and_a_curve(run, tmp_path):
+    (result,) = run("--rows", "Identity", "--seeds", "0", "--seconds", "1").values()
+    assert result["steps"] == int(1e3 / result["step_ms"])
+    assert len(result["curve"]) == min(family.POINTS, result["steps"]) and result["curve"][-1][1] > 0.5
+    assert result["curve"][-1][0] == pytest.approx(1, abs=2 * result["step_ms"] / 1e3)
     assert (tmp_path / "out" / "times.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_wrong_arguments_end_in_a_line(config, run, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run("--rows", "GLA spiral")
+    config["model"]["min_lr"] = 1e-5
+    with pytest.raises(SystemExit):
+        run()
+    err = capsys.readouterr().err
+    assert "row 'GLA spiral'" in err and "model.min_lr: expected null" in err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("config", ["ImageFolders"], indirect=True)
-def test_photographs_are_augmented_as_the_config_says_or_refused(config, capsys):
+def test_photographs_are_augmented_as_the_config_says_or_refused(config):
     """What is moved in is 0 before the normalisation, an erased box 0 after it."""
 
     def read(**changes):
-        return load(family.read_config(config, [f"data.init_args.{k}={v}" for k, v in changes.items()]))
+        init_args = {**config["data"]["init_args"], **changes}
+        return sets.load({**config, "data": {**config["data"], "init_args": init_args}})
 
     for padding, erasing in ((2, 0), (1, 1)):
         data = read(mixup=0, cutmix=0, hflip=0, padding=padding, random_erasing=erasing)
@@ -175,18 +169,15 @@ def test_photographs_are_augmented_as_the_config_says_or_refused(config, capsys)
     assert data.steps == 8 and len(x) == 16 and torch.allclose(mixed.sum(1), torch.ones(16))
     likely = nn.functional.one_hot(labels, 2).float() * 60
     for smoothing in (0.0, 0.4):
-        data = load(family.read_config(config, [f"model.label_smoothing={smoothing}"]))
-        loss = data.loss(lambda _: likely, x, labels).item()
+        config["model"]["label_smoothing"] = smoothing
+        loss = read().loss(lambda _: likely, x, labels).item()
         assert loss == pytest.approx(smoothing / 2 * 60)  # the wrong class is so unlikely
     with pytest.raises(ValueError, match="data: scale: expected null, or padding above 0"):
         read(padding=0)
-    with pytest.raises(SystemExit):
-        family.main([str(config), "--set", "model.min_lr=1e-5"])
-    assert "model.min_lr: expected null" in capsys.readouterr().err
 
 
 def test_erased_boxes_are_zero_in_some_images():
     x = torch.ones(2000, 1, 16, 16)
-    gone = (photographs.erased(x, 0.25, torch.Generator().manual_seed(0)) == 0).flatten(1).float().mean(1)
+    gone = (sets.erased(x, 0.25, torch.Generator().manual_seed(0)) == 0).flatten(1).float().mean(1)
     assert 0.21 < (gone > 0).float().mean() < 0.29  # 4 standard deviations of 2,000 draws
-    assert gone.max() < 0.5 and torch.equal(photographs.erased(x, 0.0, torch.Generator()), x)
+    assert gone.max() < 0.5 and torch.equal(sets.erased(x, 0.0, torch.Generator()), x)

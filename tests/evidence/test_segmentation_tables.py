@@ -1,7 +1,5 @@
 """Tables of segmentation runs: pairs, seeds and folds, against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -14,43 +12,45 @@ NAN = float("nan")
 
 def run_of(row: str, seed: int, dice: dict[str, list[float]], **more: object) -> dict[str, object]:
     """A run as metrics.json has it, null for NaN."""
+    known = {"volume_ml": 1.0, "truth_ml": 1.0}
     rows = {
-        case: [{"dice": d, "hd95_mm": 2.0 if d == d else d, "nsd": d, "volume_ml": 1.0, "truth_ml": 1.0} for d in both]
+        case: [{"dice": d, "hd95_mm": 2.0 if d == d else d, "nsd": d, **known} for d in both]
         for case, both in dice.items()
     }
 
-    def plain(value: object) -> object:
+    def plain(value):
         if isinstance(value, dict):
             return {key: plain(one) for key, one in value.items()}
         if isinstance(value, list):
             return [plain(one) for one in value]
         return None if isinstance(value, float) and value != value else value
 
-    metrics = plain(metrics_of(rows, NAMES))
-    assert isinstance(metrics, dict)
-    return {"row": row, "seed": seed, "parameters": 1_234_567, **metrics, **more}
+    return {"row": row, "seed": seed, "parameters": 1_234_567, **plain(metrics_of(rows, NAMES)), **more}
 
 
 def drawn(seed: int, cases: int, low: float) -> dict[str, list[float]]:
     rng = np.random.default_rng(seed)
-    return {f"case{n}": rng.uniform(low, low + 0.2, 2).tolist() for n in range(cases)}
+    return {f"case{seed}{n}": rng.uniform(low, low + 0.2, 2).tolist() for n in range(cases)}
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
     """Each table as its lines, {column: cell}; columns of one name are numbered."""
     result = []
     for block in text.split("\n\n"):
-        if not block.startswith("|"):
-            continue
-        head, rule, *lines = ([cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines())
-        assert set("".join(rule)) == {"-"} and len(rule) == len(head)
-        head = [f"{name}{head[:at].count(name) or ''}" for at, name in enumerate(head)]
-        result.append([dict(zip(head, line, strict=True)) for line in lines])
+        if block.startswith("|"):
+            head, _, *lines = ([cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines())
+            head = [f"{name}{head[:at].count(name) or ''}" for at, name in enumerate(head)]
+            result.append([dict(zip(head, line, strict=True)) for line in lines])
     return result
 
 
+def shown(table: np.ndarray) -> str:
+    low, high = interval(table)
+    return f"{low:.3f} to {high:.3f}"
+
+
 def test_seeds_are_paired_and_rows_keep_their_order():
-    a = [drawn(seed, 5, 0.7) for seed in (0, 1)]
+    a = [{case[-1]: dice for case, dice in drawn(seed, 5, 0.7).items()} for seed in (0, 1)]
     b = [{case: [x - 0.1, y - 0.2] for case, (x, y) in one.items()} for one in a]
     runs = [run_of(row, seed, dice[seed]) for seed in (1, 0) for row, dice in (("B", b), ("A", a))]
     scores, classes, _ = tables(segmentation_tables(runs, ["A", "B"]))
@@ -59,15 +59,11 @@ def test_seeds_are_paired_and_rows_keep_their_order():
     assert (first["more than A"], first["95 % interval1"]) == ("", "")
     # every case loses the same: nothing is left to draw
     assert (second["more than A"], second["95 % interval1"]) == ("-0.150", "-0.150 to -0.150")
-    means = [np.mean(list(one.values())) for one in a]
+    means, table = [np.mean(list(one.values())) for one in a], np.array([list(one.values()) for one in a])
     assert first["Dice"] == f"{np.mean(means):.3f} ± {np.std(means, ddof=1):.3f}"
-    assert first["by seeds"] == f"{means[0]:.3f}, {means[1]:.3f}"
-    table = np.array([list(one.values()) for one in a])
-    low, high = interval(table)
-    assert first["95 % interval"] == f"{low:.3f} to {high:.3f}"
-    for number, name in enumerate(NAMES[1:]):
-        low, high = interval(table[..., number])
-        assert classes[0][f"Dice of {name}"] == f"{table[..., number].mean():.3f} ({low:.3f} to {high:.3f})"
+    assert first["by seeds"] == f"{means[0]:.3f}, {means[1]:.3f}" and first["95 % interval"] == shown(table)
+    for k, name in enumerate(NAMES[1:]):
+        assert classes[0][f"Dice of {name}"] == f"{table[..., k].mean():.3f} ({shown(table[..., k])})"
 
 
 def test_a_class_that_only_one_finds_where_there_is_none():
@@ -90,35 +86,22 @@ def test_only_shared_seeds_and_cases_are_compared():
 
 
 def test_folds_are_pooled():
-    folds = [{f"{case}_{k}": dice for case, dice in drawn(k, 3, 0.5 + 0.1 * k).items()} for k in range(3)]
+    folds = [drawn(k, 3, 0.5 + 0.1 * k) for k in range(3)]
     runs = [run_of("A", 4, fold, fold=k) for k, fold in reversed(list(enumerate(folds)))]
-    (line,), (each,), _ = tables(segmentation_tables(runs, ["A"]))
-    means = [np.mean(list(fold.values())) for fold in folds]
-    assert line["Dice"] == f"{np.mean(means):.3f} ± {np.std(means, ddof=1):.3f}"
-    assert line["by folds"] == ", ".join(f"{mean:.3f}" for mean in means)
-    table = np.array([[dice for fold in folds for dice in fold.values()]])
-    assert values(by_case(runs)).shape == table.shape
+    text = segmentation_tables(runs, ["A"])
+    ((line,), (each,), _), table = tables(text), np.array([[dice for fold in folds for dice in fold.values()]])
+    assert line["by folds"] == ", ".join(f"{np.mean(list(fold.values())):.3f}" for fold in folds)
     assert np.sort(values(by_case(runs)), None) == pytest.approx(np.sort(table, None), abs=1e-6)
-    assert each["Dice of cyst"].startswith(f"{table[..., 1].mean():.3f} (")
-    assert "of one seed" in segmentation_tables(runs, ["A"])
+    assert each["Dice of cyst"].startswith(f"{table[..., 1].mean():.3f} (") and "of one seed" in text
 
 
 def test_a_row_without_a_run_unknown_scores_and_medians_of_costs():
     runs = [run_of("A", 0, {"x": [0.5, NAN], "y": [0.25, NAN]}, gflops=12.3456, step_ms=None, case_seconds=9.0)]
     runs += [{**runs[0], "seed": seed, "case_seconds": float(seed)} for seed in (1, 2)]
-    text = segmentation_tables(runs, ["B", "A"])
-    scores, classes, costs = tables(text)
+    scores, classes, costs = tables(segmentation_tables(runs, ["B", "A"]))
     for lines, column in ((scores, "Dice"), (classes, "Dice of liver"), (costs, "parameters")):
         assert lines[0][column] == "not run" and set(lines[0].values()) == {"B", "not run", ""}
     assert scores[1]["more than B"] == scores[1]["95 % interval1"] == "none"
     assert scores[1]["HD95 (mm)"] == "2.000 ± 0.000 (6 of 12 missing)"
     assert classes[1]["Dice of cyst"] == "none (none)"
-    assert costs[1] == {
-        "": "A",
-        "parameters": "1.23 M",
-        "GFLOPs": "12.35",
-        "s per case": "2",
-        "GB in prediction": "none",
-        "ms per step": "none",
-        "GB in training": "none",
-    }
+    assert list(costs[1].values()) == ["A", "1.23 M", "12.35", "2", "none", "none", "none"]

@@ -14,7 +14,7 @@ from ndlightnet.ops.fla import supports
 from ndlightnet.ops.recurrence import wkv
 from ndlightnet.ops.recurrence.delta import gated_delta_rule
 from ndlightnet.ops.recurrence.gated import gated_linear_attention
-from ndlightnet_evidence.bench import peers
+from ndlightnet_evidence.bench import rival_kernels as peers
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or find_spec("fla") is None, reason="flash-linear-attention"

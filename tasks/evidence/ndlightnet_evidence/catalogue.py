@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,18 +19,22 @@ NET = "--model.net.init_args"
 SCANS = ("raster", "both", "axes")
 
 
-def mixer(name: str, **init_args: Any) -> str:
-    """Return the argument of a task that replaces the config's mixer by one of the catalogue."""
-    value = {"class_path": f"{mixers.__name__}.{name}", "init_args": init_args}
-    return f"{NET}.mixer={json.dumps(value)}"
+def mixer(name: str, **init_args: Any) -> dict[str, Any]:
+    """Return a mixer of the catalogue as a config names it."""
+    return {"class_path": f"{mixers.__name__}.{name}", "init_args": init_args}
+
+
+def option(mixer: dict[str, Any]) -> str:
+    """Return the argument of a task that replaces the config's mixer."""
+    return f"{NET}.mixer={json.dumps(mixer)}"
 
 
 ROWS: dict[str, list[str]] = {
-    "LightNet": [mixer("LightNetAttention")],
-    "softmax attention": [mixer("SoftmaxAttention")],
-    "identity mixer": [mixer("Identity")],
+    "LightNet": [option(mixer("LightNetAttention"))],
+    "softmax attention": [option(mixer("SoftmaxAttention"))],
+    "identity mixer": [option(mixer("Identity"))],
     "without MD-TPE": [f"{NET}.tpe=false"],
-    "without MD-LRPE": [mixer("LightNetAttention", lrpe=None)],
+    "without MD-LRPE": [option(mixer("LightNetAttention", lrpe=None))],
     "axis-causal": ["--model.causal=true"],
     "padded": ["--data.init_args.batching=padded"],
 }
@@ -46,20 +50,14 @@ def family() -> list[str]:
     return [row for name in mixers.__all__ for row in ([f"{name} {scan}" for scan in scans(name)] or [name])]
 
 
-def parse(row: str) -> tuple[str, dict[str, str]]:
-    """Split `NAME` or `NAME scan` into the mixer's name and options. ValueError if unknown."""
+def named_mixer(row: str) -> dict[str, Any]:
+    """Return the mixer of a row `NAME` or `NAME scan`. ValueError if there is none."""
     name, *scan = row.split(" ")
     in_catalogue = name in mixers.__all__
     if not in_catalogue or len(scan) > 1 or any(s not in scans(name) for s in scan):
         expected = [name, *(f"{name} {s}" for s in scans(name))] if in_catalogue else [*ROWS, *mixers.__all__]
         raise ValueError(f"row {row!r}: expected {', '.join(expected)}")
-    return name, {"scan": scan[0]} if scan else {}
-
-
-def factory(row: str) -> Callable[[int], nn.Module]:
-    """Return the function from dim to the mixer of a row `NAME` or `NAME scan`."""
-    name, options = parse(row)
-    return partial(getattr(mixers, name), **options)
+    return mixer(name, **({"scan": scan[0]} if scan else {}))
 
 
 def overrides(row: str) -> list[str]:
@@ -70,8 +68,7 @@ def overrides(row: str) -> list[str]:
         if not Path(row).is_file():
             raise ValueError(f"row {row!r}: no such file")
         return ["--config", row]
-    name, options = parse(row)
-    return [mixer(name, **options)]
+    return [option(named_mixer(row))]
 
 
 def named(rows: Sequence[str]) -> dict[str, list[str]]:
@@ -94,7 +91,7 @@ def changes(file: Path | None, rows: Sequence[str] | None) -> dict[str, dict[str
     """
     entries = yaml.safe_load(file.read_text()) if file else {}
     names = rows or [name for name in entries if not name.startswith(".")] or family()
-    selected = {row: entries[row] if row in entries else {"mixer": factory(row)} for row in names}
+    selected = {row: entries[row] if row in entries else {"mixer": named_mixer(row)} for row in names}
     for change in selected.values():
         resolve(change)
     return selected

@@ -100,8 +100,8 @@ def line_style(index: int) -> dict[str, Any]:
     return {"color": COLORS[index % 8], "marker": marker, "linestyle": line, "markersize": 4}
 
 
-def figure(width: float, height: float) -> Figure:
-    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+def figure(width: float, height: float, layout: Any = "constrained") -> Figure:
+    return Figure(figsize=(width, height), layout=layout, facecolor="white")
 
 
 def finish(panels: Iterable[Any]) -> None:
@@ -112,9 +112,9 @@ def finish(panels: Iterable[Any]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
 
 
-def save(picture: Figure, path: Path) -> None:
+def save(picture: Figure, path: Path, dpi: int = 120, **options: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(path, dpi=120)
+    picture.savefig(path, dpi=dpi, **options)
 
 
 def short(n: int) -> str:

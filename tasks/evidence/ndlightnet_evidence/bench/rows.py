@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ndlightnet_evidence.bench.timing import CALLS, Absent, Call, Timing, copy_r
 
 PASSES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
 MAX_SETS = 16
+Shape = TypeVar("Shape")
 
 
 class Case(NamedTuple):
@@ -81,6 +82,9 @@ class Bench:
     @property
     def laps(self) -> int:
         return 3 if self.quick else 7
+
+    def some(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
+        return shapes[:1] if self.quick else shapes
 
     def rate(self) -> float:
         """Return the speed of a copy on the device, measured once in a run."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import diagrams
 from ndlightnet.nn import mixers
 from ndlightnet_evidence import catalogue
 
@@ -28,7 +29,7 @@ def test_the_family_is_the_whole_catalogue_with_every_scan():
         config, (name, _, scan) = json.loads(value), row.partition(" ")
         assert option == "--model.net.init_args.mixer" and config["class_path"] == f"ndlightnet.nn.mixers.{name}"
         assert config["init_args"] == ({"scan": scan} if scan else {})
-        built = catalogue.factory(row)(64)
+        built = catalogue.resolve(config)(64)
         assert type(built) is getattr(mixers, name) and getattr(built, "scan", scan) == scan
 
 
@@ -44,7 +45,7 @@ def test_the_family_is_the_whole_catalogue_with_every_scan():
     ],
 )
 def test_a_row_that_does_not_exist_is_refused(row, text):
-    for read in (catalogue.overrides, catalogue.factory):
+    for read in (catalogue.overrides, lambda row: catalogue.changes(None, [row])):
         with pytest.raises(ValueError) as caught:
             read(row)
         assert str(caught.value).startswith(f"row {row!r}: ") and text in str(caught.value)
@@ -63,3 +64,9 @@ def test_a_row_of_a_file_builds_its_network(file, row):
     net = catalogue.network({"class_path": "ndlightnet.NDLightNet", "init_args": NETS[file]}, change)
     if "net" not in change:
         assert (net.tpe is None) == (change.get("tpe") is False) and len(net.blocks) == NETS[file]["depth"]
+
+
+def test_the_diagrams_show_the_times_of_the_table(tmp_path):
+    assert [float(time.removesuffix(" ms")) > 0 for time in diagrams.times()] == [True] * 3
+    diagrams.main(["--out", str(tmp_path)])
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("one_scan", "block"))

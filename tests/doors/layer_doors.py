@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet import MultiheadAttention
 from ndlightnet.integrations import replace_attention
 
-from .cases import Case
+from .door_models import Case
 
 
 def timm(case: Case, tmp_path: Path) -> None:
@@ -21,18 +20,9 @@ def timm(case: Case, tmp_path: Path) -> None:
     import timm
 
     def make() -> Any:
-        net = timm.create_model(
-            "vit_tiny_patch16_224",
-            img_size=32,
-            patch_size=8,
-            embed_dim=24,
-            num_heads=3,
-            depth=2,
-            num_classes=5,
-            class_token=False,
-            global_pool="avg",
-        )
-        replace_attention(net, _mixer(case))
+        sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 3, "depth": 2}
+        net = timm.create_model("vit_tiny_patch16_224", **sizes, num_classes=5, class_token=False, global_pool="avg")
+        replace_attention(net, case.mixer)
         return net.eval()
 
     net, x = make(), torch.randn(2, 3, 32, 32)
@@ -58,7 +48,7 @@ def monai(case: Case, tmp_path: Path) -> None:
     from monai.networks.nets import SwinUNETR
 
     net = SwinUNETR(1, 2, feature_size=12, depths=(1, 1, 1, 1), spatial_dims=2)
-    replace_attention(net, _mixer(case))
+    replace_attention(net, case.mixer)
     block, x = net.eval().swinViT.layers1[0].blocks[0], torch.randn(2, 5, 6, 12)
     tokens = block.norm1(x).flatten(1, 2)
     mixed = x + _on_grid(block.attn, tokens, (5, 6)).view_as(x)
@@ -67,13 +57,8 @@ def monai(case: Case, tmp_path: Path) -> None:
     _trains(net, y)
     with torch.no_grad():
         scan = torch.randn(1, 1, 80, 64)
-        whole = sliding_window_inference(scan, (64, 64), 1, net, overlap=0.5)
-        assert torch.allclose(whole[:, :, :16], net(scan[:, :, :64])[:, :, :16], atol=1e-4)
-
-
-def _mixer(case: Case) -> Any:
-    made: Any = case.make  # a partial
-    return None if made.func is MultiheadAttention else made.keywords["mixer"]
+        y = sliding_window_inference(scan, (64, 64), 1, net, overlap=0.5)
+        assert torch.allclose(y[:, :, :16], net(scan[:, :, :64])[:, :, :16], atol=1e-4)
 
 
 def _on_grid(mixer: nn.Module, tokens: Tensor, grid: tuple[int, ...]) -> Tensor:

@@ -64,6 +64,26 @@ def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *tensors: build()(*tensors)
 
 
+def flex(mask: Callable[..., Any], length: int) -> Callable[..., Any]:
+    """Return compiled softmax attention with a block mask over `length` tokens."""
+
+    @cache
+    def build() -> tuple[Any, Any]:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        torch.compiler.reset()
+        make: Any = torch.compile(create_block_mask)
+        return torch.compile(flex_attention, dynamic=False), make(mask, None, None, length, length, device="cuda")
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attend, block_mask = build()
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out: Tensor = attend(q, k, v, block_mask=block_mask).transpose(1, 2)
+        return out
+
+    return run if torch.cuda.is_available() else absent("no CUDA device")
+
+
 # ------------------------------------------------------------------------- flash-linear-attention
 def fla(module: str) -> Any:
     """Import a module of flash-linear-attention. Absent if it is not installed."""

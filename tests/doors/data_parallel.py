@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ndlightnet.models.hub import Pretrained
 from tests.processes import run_once
 
-from .cases import CASES, Case
+from .door_models import CASES, Case, output
 
 RANKS = 2
 # of the largest number: sums of at most 1e6 float64 terms, of which one process adds up all, two
@@ -44,9 +44,8 @@ def fsdp2(case: Case, tmp_path: Path) -> None:
 
 
 def _look_up(door: str, case: Case, tmp_path: Path) -> None:
-    (name,) = (name for name, other in CASES.items() if other is case)
-    ranks = run_once("tests.doors.parallel", tmp_path, RANKS)
-    assert [cells[f"{door}, {name}"] for cells in ranks] == [None] * RANKS
+    ranks = run_once("tests.doors.data_parallel", tmp_path, RANKS)
+    assert [cells[f"{door}, {case.name}"] for cells in ranks] == [None] * RANKS
 
 
 def _inputs(case: Case, at: int, batch: int) -> tuple[Tensor, ...]:
@@ -56,8 +55,7 @@ def _inputs(case: Case, at: int, batch: int) -> tuple[Tensor, ...]:
 
 def _loss(model: nn.Module, inputs: tuple[Tensor, ...], share: slice) -> Tensor:
     """Return a sum over samples with fixed random weights, so that losses of parts add up."""
-    out = model(*(x[share] for x in inputs))
-    out = out[0] if isinstance(out, tuple) else out
+    out = output(model, *(x[share] for x in inputs))
     generator = torch.Generator().manual_seed(9)
     weight = torch.randn(len(inputs[0]), *out.shape[1:], generator=generator, dtype=out.dtype)
     return (out * weight[share]).sum() / len(inputs[0])
@@ -89,12 +87,12 @@ def _two_steps(plain: nn.Module, model: nn.Module, case: Case, rank: int) -> Non
         for optimiser in rates:
             optimiser.zero_grad()
         if step == 0:
-            whole = _inputs(case, 0, 2 * RANKS)
-            _loss(plain, whole, slice(None)).backward()
-            (_loss(model, whole, share) * RANKS).backward()  # processes' gradients are averaged
+            inputs = _inputs(case, 0, 2 * RANKS)
+            _loss(plain, inputs, slice(None)).backward()
+            (_loss(model, inputs, share) * RANKS).backward()  # processes' gradients are averaged
         else:
-            for other in range(RANKS):
-                (_loss(plain, _inputs(case, other, 2), slice(None)) / RANKS).backward()
+            for at in range(RANKS):
+                (_loss(plain, _inputs(case, at, 2), slice(None)) / RANKS).backward()
             _loss(model, _inputs(case, rank, 2), slice(None)).backward()
         _same(_grads(inner), _grads(plain))
         for optimiser in rates:
@@ -132,12 +130,11 @@ def _try_fsdp2(case: Case, rank: int, folder: Path) -> None:
         with pytest.raises(ValueError, match="is split among processes"):
             loaded.save_pretrained(folder / "pretrained")
         assert not (folder / "pretrained").exists()
-    whole = case.make().double()
-    full = StateDictOptions(full_state_dict=True)
-    full_state = get_model_state_dict(loaded, options=full)
-    if rank == 0:  # which alone is given the whole one
-        whole.load_state_dict(full_state)
-        _same(dict(whole.named_parameters()), dict(plain.named_parameters()))
+    full_state = get_model_state_dict(loaded, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:  # which alone is given the full one
+        joined = case.make().double()
+        joined.load_state_dict(full_state)
+        _same(dict(joined.named_parameters()), dict(plain.named_parameters()))
     inputs = _inputs(case, 1, 2)
     with torch.no_grad():
         ours, theirs = (_loss(m, inputs, slice(None)) for m in (loaded, plain))
@@ -146,7 +143,7 @@ def _try_fsdp2(case: Case, rank: int, folder: Path) -> None:
 
 def main(folder: Path, rank: int) -> None:
     """Try every cell, and write its error or None to FOLDER/RANK.json."""
-    found: dict[str, str | None] = {}
+    errors: dict[str, str | None] = {}
     for door, tried in {"ddp": _try_ddp, "fsdp2": _try_fsdp2}.items():
         for i, (name, case) in enumerate(CASES.items()):
             torch.manual_seed(0)  # the same parameters in all processes
@@ -157,11 +154,11 @@ def main(folder: Path, rank: int) -> None:
             )
             try:
                 tried(case, rank, cell)
-                found[f"{door}, {name}"] = None
+                errors[f"{door}, {name}"] = None
             except Exception as error:
-                found[f"{door}, {name}"] = f"{type(error).__name__}: {error}"
+                errors[f"{door}, {name}"] = f"{type(error).__name__}: {error}"
             dist.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(errors))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ndlightnet_evidence.graphs import Replay, Steps
+from ndlightnet_evidence.cuda_graphs import Replay, Steps
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -16,7 +16,6 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devi
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
 def test_steps_are_those_of_adamw_and_the_average_follows(device):
     """With batches of two shapes, the second of which appears later, and rates that change."""
-    torch.manual_seed(0)
     layers = (partial(nn.Linear, 3, 8, bias=False), partial(nn.BatchNorm1d, 8), partial(nn.Linear, 8, 2))
     net, plain = (nn.Sequential(*(layer() for layer in layers)).to(device) for _ in range(2))
     plain.load_state_dict(net.state_dict())
@@ -24,8 +23,8 @@ def test_steps_are_those_of_adamw_and_the_average_follows(device):
     decays = (0.1, 0.2, 0.5, 0.4, 0.3)
     steps = Steps(net, lambda x, y: cross_entropy(net(x), y), 0.1, 0.5, decays.__getitem__)
     groups = [
-        {"params": [p for p in plain.parameters() if p.ndim == 2], "weight_decay": 0.1},
-        {"params": [p for p in plain.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in plain.parameters() if p.ndim == ndim], "weight_decay": decay}
+        for ndim, decay in ((2, 0.1), (1, 0.0))
     ]
     adamw = torch.optim.AdamW(groups, lr=1.0)
     for number, size in enumerate((4, 4, 6, 4, 6)):
@@ -40,8 +39,7 @@ def test_steps_are_those_of_adamw_and_the_average_follows(device):
             group["lr"] = rate
         adamw.step()
         assert value == pytest.approx(loss.item(), rel=1e-5)
-        for a, b in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(list(net.parameters()), list(plain.parameters()))
         for name, value in net.state_dict().items():
             average[name] = decays[number] * average[name] + (1 - decays[number]) * value
     assert len(steps.replays) == 2
@@ -55,7 +53,7 @@ def test_a_replay_takes_shorter_inputs():
     assert torch.equal(replay(torch.ones(3, 2))[:3], torch.full((3, 2), 2.0))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_cuda
 def test_an_old_graph_is_not_freed_during_a_capture():
     """A graph in a cycle lives until the garbage collector runs, which may be at any time."""
     gc.disable()  # nothing but the calls below
