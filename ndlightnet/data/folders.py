@@ -14,10 +14,9 @@ NAMED = 3  # names of left-out entries in a note
 def find_root(root: str | Path) -> Path:
     """Return the file or folder that a config's `root` means.
 
-    A relative `root` that does not exist from the working folder is taken from the folder that the
-    environment variable NDLIGHTNET_DATA names, if it exists there. In all other cases `root` is
-    returned as it is: absolute, existing, drawn later (phantoms and digits), or missing everywhere, so
-    that an error names what the config says.
+    A relative `root` that does not exist from the working folder is taken from the folder that the environment variable
+    NDLIGHTNET_DATA names, if it exists there. In all other cases `root` is returned as it is: absolute, existing, drawn
+    later (phantoms and digits), or missing everywhere, so that an error names what the config says.
     """
     root, base = Path(root), os.environ.get(DATA_VARIABLE)
     if not base or root.is_absolute() or root.exists():
@@ -115,9 +114,9 @@ def _visible(split: Path) -> list[Path]:
 
 
 def report_skipped(entries: Iterable[Path], folder: Path, expected: str, notes: list[str] | None) -> None:
-    """Add a line to `notes` if there are `entries` below the folder, which are not read: how many,
-    of many also of which kinds, the first names, and what is expected. Hidden entries do not count,
-    they are left-overs: "._ct.nii.gz" of macOS archives, unfinished writes."""
+    """Add a line to `notes` if there are `entries` below the folder, which are not read: how many, of many also of
+    which kinds, the first names, and what is expected. Hidden entries do not count, they are left-overs: "._ct.nii.gz"
+    of macOS archives, unfinished writes."""
     visible = [entry for entry in entries if not entry.name.startswith(".")]
     names = sorted(printable(entry.relative_to(folder)) for entry in visible)
     if notes is not None and names:

@@ -36,9 +36,8 @@ class PackCollate:
 
 
 class PadCollate:
-    """Collate function: items (sample, label, ...) to (batch, mask, labels, ...), padded with zeros
-    to the largest: samples (channels, *space), batch (batch, channels, *largest), mask bool (batch,
-    *largest), False = padding."""
+    """Collate function: items (sample, label, ...) to (batch, mask, labels, ...), padded with zeros to the largest:
+    samples (channels, *space), batch (batch, channels, *largest), mask bool (batch, *largest), False = padding."""
 
     def __call__(self, items: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
         samples: list[Tensor] = [item[0] for item in items]
@@ -62,8 +61,8 @@ class PadCollate:
 class TokenBudgetSampler(Sampler[list[int]]):
     """Sampler of batches of at most `budget` tokens, for `DataLoader(batch_sampler=...)`.
 
-    Every sample comes once per epoch. The number of batches is the same in every epoch and on every
-    replica, as trainers count batches only once; their numbers of tokens differ by little.
+    Every sample comes once per epoch. The number of batches is the same in every epoch and on every replica, as
+    trainers count batches only once; their numbers of tokens differ by little.
 
     Lightning makes the iterator of a resumed training before it sets the epoch: use
     `ndlightnet.training.core.data_module.TimedLoader` as the DataLoader, which draws batches later.
@@ -97,9 +96,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
     def _enough(self) -> int:
         """Return a number of batches that suffices for all samples, in any order within groups.
 
-        A sample goes into the batch with the fewest tokens, which is no more than the mean. So it
-        fits if there are (tokens of all samples before it) / (budget - its tokens) batches, or if
-        there is a batch for each sample.
+        A sample goes into the batch with the fewest tokens, which is no more than the mean. So it fits if there are
+        (tokens of all samples before it) / (budget - its tokens) batches, or if there is a batch for each sample.
         """
         most, count, tokens = 1, 0, 0
         for group in self._groups:

@@ -1,11 +1,11 @@
-"""Moving digits and coloured digits: a small set of videos and one of images, made on this machine
-from scikit-learn's handwritten digits (8 x 8 pixels).
+"""Moving digits and coloured digits: a small set of videos and one of images, made on this machine from scikit-learn's
+handwritten digits (8 x 8 pixels).
 
-The classes of the videos are motions only. A digit moves over a soft background. One frame says
-nothing about the class: digit, colours, background, position and speed are drawn independently of
-it. Positions are uniform on a torus (what leaves on one side comes in on the other), and moving a
-uniform position along any path leaves it uniform, so in every frame of every class all positions
-are equally likely. Each frame is encoded separately, so that the codec leaks no motion into it.
+The classes of the videos are motions only. A digit moves over a soft background. One frame says nothing about the
+class: digit, colours, background, position and speed are drawn independently of it. Positions are uniform on a torus
+(what leaves on one side comes in on the other), and moving a uniform position along any path leaves it uniform, so in
+every frame of every class all positions are equally likely. Each frame is encoded separately, so that the codec leaks
+no motion into it.
 """
 
 import math
@@ -39,11 +39,10 @@ def make_moving_digits(
 ) -> Path:
     """Write `train` and `test` clips of `frames` frames of size x size pixels; return `folder`.
 
-    The files are `train/<motion>/*.mp4` and `test/<motion>/*.mp4` (H.264), equally many of each
-    motion up to a remainder; a name ends in the number of the source image, and no source is in
-    both. The same arguments give the same clips, and a set that exists is left as it is. The folder
-    appears when all is written. DataError if it holds anything else; ValueError for
-    fewer clips than motions, fewer than 2 frames, or a size that is odd or under 24.
+    The files are `train/<motion>/*.mp4` and `test/<motion>/*.mp4` (H.264), equally many of each motion up to a
+    remainder; a name ends in the number of the source image, and no source is in both. The same arguments give the same
+    clips, and a set that exists is left as it is. The folder appears when all is written. DataError if it holds
+    anything else; ValueError for fewer clips than motions, fewer than 2 frames, or a size that is odd or under 24.
     """
     from rich.progress import track
 
@@ -72,9 +71,9 @@ def make_coloured_digits(
 ) -> Path:
     """Write `train` and `test` pictures of size x size pixels; return `folder`.
 
-    The files are `train/<digit>/*.png` and `test/<digit>/*.png`, equally many of each digit up to a
-    remainder. Colours, texture, place and size of the digit are drawn independently of its class.
-    Names, sources, a set that exists, and errors are as those of `make_moving_digits`.
+    The files are `train/<digit>/*.png` and `test/<digit>/*.png`, equally many of each digit up to a remainder. Colours,
+    texture, place and size of the digit are drawn independently of its class. Names, sources, a set that exists, and
+    errors are as those of `make_moving_digits`.
     """
     from PIL import Image
     from rich.progress import track
@@ -137,8 +136,8 @@ def _labels() -> npt.NDArray[np.int64]:
 
 
 def still_digits(size: int) -> dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
-    """Return images (n, size, size), grey, and labels (n,) of "train", 1,500 digits, and "test",
-    the 297 others. The images have 8 x 8 pixels and are enlarged; DataError for a smaller size."""
+    """Return images (n, size, size), grey, and labels (n,) of "train", 1,500 digits, and "test", the 297 others. The
+    images have 8 x 8 pixels and are enlarged; DataError for a smaller size."""
     if size < 8:
         raise DataError(f"data.size={size}: expected 8 or more pixels")
     images = np.stack([_smooth(image, size) for image in _source_images()])

@@ -80,7 +80,7 @@ def draw_cases(
         def write(index: int) -> None:
             image, label, affine = draw(np.random.default_rng(seeds[index]))
             for content, voxels in (("images", image), ("labels", label)):
-                volume: Any = nibabel.Nifti1Image(voxels, affine)  # type: ignore[no-untyped-call]
+                volume: Any = nibabel.Nifti1Image(voxels, affine)
                 volume.set_qform(affine, code=1)
                 volume.header.set_xyzt_units("mm", "sec" if time_step else None)
                 if time_step:

@@ -1,8 +1,8 @@
 """Labelled CT phantoms: a torso of ellipsoids and tubes, drawn anew for every case.
 
-A small data set that needs no download, in the Medical Segmentation Decathlon's layout. The organs
-differ from case to case in size, position, tilt and contrast; unlabelled ribs, heart, vessels,
-stomach and bowel share their intensities with the labelled ones, so a threshold does not solve it.
+A small data set that needs no download, in the Medical Segmentation Decathlon's layout. The organs differ from case to
+case in size, position, tilt and contrast; unlabelled ribs, heart, vessels, stomach and bowel share their intensities
+with the labelled ones, so a threshold does not solve it.
 """
 
 import math
@@ -28,9 +28,8 @@ WOBBLE = 5.0  # mm: how far the smooth random warp moves an outline
 def make_phantoms(folder: Path, training: int = 24, test: int = 6, seed: int = 0, progress: bool = True) -> Path:
     """Writes `training + test` labelled CT phantoms into `folder` and returns it, see `draw_cases`.
 
-    Images are int16 Hounsfield units, labels uint8, about (64, 52, 40) voxels of 5-6 x 5-6 x 6-8
-    mm; the axes run to the right, front and head in some cases and to the left, back and head in
-    the others.
+    Images are int16 Hounsfield units, labels uint8, about (64, 52, 40) voxels of 5-6 x 5-6 x 6-8 mm; the axes run to
+    the right, front and head in some cases and to the left, back and head in the others.
     """
     listing = {
         "name": "Phantoms",
@@ -72,11 +71,9 @@ def _blocks(fine: NDArray[Any]) -> NDArray[Any]:
 
 
 class Canvas:
-    """A grid at twice the resolution, in the patient's mm: x to the right, y to the front, z to
-    the head.
+    """A grid at twice the resolution, in the patient's mm: x to the right, y to the front, z to the head.
 
-    The patient lies slightly rotated in the scanner and every outline is warped by a smooth random
-    field.
+    The patient lies slightly rotated in the scanner and every outline is warped by a smooth random field.
     """
 
     def __init__(self, rng: np.random.Generator, shape: NDArray[np.int64], spacing: NDArray[np.float64]) -> None:

@@ -1,9 +1,9 @@
-"""Volumes to classify in folders, `train/CLASS/*`, `test/CLASS/*` and, optionally, `val/CLASS/*`,
-resampled to one size as bytes.
+"""Volumes to classify in folders, `train/CLASS/*`, `test/CLASS/*` and, optionally, `val/CLASS/*`, resampled to one size
+as bytes.
 
-A volume keeps its proportions and its size in millimetres: all are resampled to the same spacing
-along RAS axes, and cropped or padded with 0 about the centre. Its values are scaled to 0 to 255
-between its percentiles 0.5 and 99.5: two CT scans are not on one scale of Hounsfield units.
+A volume keeps its proportions and its size in millimetres: all are resampled to the same spacing along RAS axes, and
+cropped or padded with 0 about the centre. Its values are scaled to 0 to 255 between its percentiles 0.5 and 99.5: two
+CT scans are not on one scale of Hounsfield units.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def largest_extent(cases: Sequence[Case]) -> list[float]:
 
 
 def read_volume(case: Case, size: Sequence[int], spacing: Sequence[float]) -> Tensor:
-    """Read a volume as (*size) uint8, cells of `spacing` mm: averaged along axes where cells get
-    larger, linearly interpolated along the others.
+    """Read a volume as (*size) uint8, cells of `spacing` mm: averaged along axes where cells get larger, linearly
+    interpolated along the others.
 
     DataError as `Volume.read`, and for more than one channel or a single value in all voxels.
     """

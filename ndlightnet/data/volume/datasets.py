@@ -1,5 +1,5 @@
-"""Folders of volumes, and which files form a case: the Medical Segmentation Decathlon's layout,
-nnU-Net's layout, and plain folders to predict on. No volume is opened here."""
+"""Folders of volumes, and which files form a case: the Medical Segmentation Decathlon's layout, nnU-Net's layout, and
+plain folders to predict on. No volume is opened here."""
 
 import json
 import os
@@ -24,8 +24,8 @@ NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after
 
 @dataclass(frozen=True)
 class Dataset:
-    """A folder with a `dataset.json`. `labels[n]` names the label number n and `channels[c]` the
-    channel c of every case."""
+    """A folder with a `dataset.json`. `labels[n]` names the label number n and `channels[c]` the channel c of every
+    case."""
 
     folder: Path
     labels: tuple[str, ...]
@@ -35,16 +35,15 @@ class Dataset:
 
 
 def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
-    """Reads `dataset.json`, the decathlon's ("modality") or nnU-Net's ("channel_names"), and checks
-    that every file exists (the files are not opened). In the decathlon's layout a case has a file
-    for each modality, or one file with all of them on its fourth axis; nnU-Net 1 lists CASE.nii.gz
-    for CASE_0000.nii.gz, CASE_0001.nii.gz, .... In nnU-Net's the images are
-    all files of its folders that end in "file_ending", in lower or upper case; a line on files that
-    are left out is added to `notes`.
+    """Reads `dataset.json`, the decathlon's ("modality") or nnU-Net's ("channel_names"), and checks that every file
+    exists (the files are not opened). In the decathlon's layout a case has a file for each modality, or one file with
+    all of them on its fourth axis; nnU-Net 1 lists CASE.nii.gz for CASE_0000.nii.gz, CASE_0001.nii.gz, .... In
+    nnU-Net's the images are all files of its folders that end in "file_ending", in lower or upper case; a line on files
+    that are left out is added to `notes`.
 
-    Raises DataError for a missing folder or file, a `dataset.json` that cannot be read or is in
-    neither format, label or channel numbers with gaps, labels that are regions, a training case
-    without a label, and a folder without any case.
+    Raises DataError for a missing folder or file, a `dataset.json` that cannot be read or is in neither format, label
+    or channel numbers with gaps, labels that are regions, a training case without a label, and a folder without any
+    case.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -251,19 +250,18 @@ def find_inputs(
     modality: str | None = None,
     pictures: bool = False,
 ) -> list[Case]:
-    """List the cases to predict on, from a volume's file (.nii.gz, .nii, .hdr beside its .img,
-    .nrrd, .mha, .mhd), a folder with a dataset.json (its test cases), or a folder of such files and
-    of DICOM series at any depth, sorted by name. Left out are files below a folder that holds such
-    files itself, and folders "derivatives", in which BIDS has masks and other results. modality:
-    take only series of this modality (CT, MR, PT, ...).
-    pictures: PNG, TIFF and JPEG files count as well. If any of them has colours, each file is a
-    case, whatever its number: a camera's IMG_0000.jpg and IMG_0001.jpg are two.
+    """List the cases to predict on, from a volume's file (.nii.gz, .nii, .hdr beside its .img, .nrrd, .mha, .mhd), a
+    folder with a dataset.json (its test cases), or a folder of such files and of DICOM series at any depth, sorted by
+    name. Left out are files below a folder that holds such files itself, and folders "derivatives", in which BIDS has
+    masks and other results. modality: take only series of this modality (CT, MR, PT, ...). pictures: PNG, TIFF and JPEG
+    files count as well. If any of them has colours, each file is a case, whatever its number: a camera's IMG_0000.jpg
+    and IMG_0001.jpg are two.
 
-    Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel
-    a `_0000` that every file has is left out of the names. Every DICOM series is a case, named as
-    in `find_series`. A line on other DICOM objects and one on other files are added to `notes`.
-    Nothing is opened beyond the headers of DICOM files and pictures, so a broken volume is listed
-    and raises when it is loaded. Raises DataError when there is nothing to predict on.
+    Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel a `_0000` that every
+    file has is left out of the names. Every DICOM series is a case, named as in `find_series`. A line on other DICOM
+    objects and one on other files are added to `notes`. Nothing is opened beyond the headers of DICOM files and
+    pictures, so a broken volume is listed and raises when it is loaded. Raises DataError when there is nothing to
+    predict on.
     """
     path, endings = Path(path), (*ENDINGS, *PICTURES) if pictures else ENDINGS
     if not path.exists():
@@ -345,16 +343,16 @@ def _named(paths: Iterable[Path], endings: tuple[str, ...]) -> list[Path]:
 
 
 def _read_of(folder: Path, files: Sequence[Path], slices: Sequence[Path] = ()) -> set[Path]:
-    """Return the entries of a folder that these volumes are read from or that hold them, and those
-    that are or hold DICOM files, `slices`: a separate note tells which of them are left out."""
+    """Return the entries of a folder that these volumes are read from or that hold them, and those that are or hold
+    DICOM files, `slices`: a separate note tells which of them are left out."""
     inside = {parent for path in {file.parent for file in (*files, *slices)} for parent in (path, *path.parents)}
     voxels = {file for path in files for file in companions(path)}
     return {*files, *slices, *inside, *voxels, folder / "DICOMDIR"}
 
 
 def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
-    """Return a name per file: its stem, with the folders before it where stems repeat (a/ct, b/ct),
-    and with its ending where only that differs (ct.nii, ct.nrrd)."""
+    """Return a name per file: its stem, with the folders before it where stems repeat (a/ct, b/ct), and with its ending
+    where only that differs (ct.nii, ct.nrrd)."""
     names = [stem(path) for path in paths]
     if len(set(names)) < len(names):
         places = [Path(os.path.relpath(path, folder)).parts or (path.name,) for path in paths]

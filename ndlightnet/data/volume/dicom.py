@@ -47,9 +47,8 @@ FILED = (
 
 
 def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
-    """Open the series in these files of a folder; without `files`, the series of the folder, the
-    one with the most slices if there are several. Voxels are read once: their bytes are removed
-    from a header when they are decoded."""
+    """Open the series in these files of a folder; without `files`, the series of the folder, the one with the most
+    slices if there are several. Voxels are read once: their bytes are removed from a header when they are decoded."""
     slices, affine, notes = _series(folder, files)
 
     def read(z: slice, _: int) -> NDArray[Any]:
@@ -186,13 +185,11 @@ def _even_step(folder: Path, slices: Sequence[Slice], normal: NDArray[np.float64
 
 
 def save_segmentation(labels: Tensor | NDArray[Any], grid: FileGrid, path: str | Path, names: Sequence[str]) -> None:
-    """Writes labels (x, y, z), whole numbers, as a DICOM-SEG (`.dcm`, binary segments) that refers
-    to the slices of `grid`. names[n] names the label n; 0 is the background and no segment. The
-    file appears complete or not at all.
+    """Writes labels (x, y, z), whole numbers, as a DICOM-SEG (`.dcm`, binary segments) that refers to the slices of
+    `grid`. names[n] names the label n; 0 is the background and no segment. The file appears complete or not at all.
 
-    Raises ValueError for labels of another shape or kind or without a name, DataError when the
-    grid is not of a DICOM series or lacks the UIDs to refer to, when highdicom is not installed or
-    the file cannot be written.
+    Raises ValueError for labels of another shape or kind or without a name, DataError when the grid is not of a DICOM
+    series or lacks the UIDs to refer to, when highdicom is not installed or the file cannot be written.
     """
     path, folder = Path(path), grid.path
     if path.suffix != ".dcm":

@@ -1,5 +1,5 @@
-"""Headers of DICOM files: the kind of object that each describes, and a check of every number of a
-slice, so that later code meets no NaN, no missing tag and no invalid length."""
+"""Headers of DICOM files: the kind of object that each describes, and a check of every number of a slice, so that later
+code meets no NaN, no missing tag and no invalid length."""
 
 import re
 from collections.abc import Callable
@@ -47,9 +47,8 @@ VOLUME_TAGS = (
 
 @dataclass(frozen=True)
 class Slice:
-    """A file of one slice. place: position of its first voxel, mm; along_row, along_column: unit
-    vectors; gaps: mm between rows and between columns; scaling: tags that turn stored values into
-    units."""
+    """A file of one slice. place: position of its first voxel, mm; along_row, along_column: unit vectors; gaps: mm
+    between rows and between columns; scaling: tags that turn stored values into units."""
 
     file: Path
     header: Any
@@ -90,8 +89,8 @@ def text_of(header: Any, tag: str) -> str:
 
 
 def kind_of(header: Any) -> str:
-    """Return "" for the slice of a volume, else the kind of object in a word: reports, plans,
-    structures, scouts and photographs are in the folders of images too."""
+    """Return "" for the slice of a volume, else the kind of object in a word: reports, plans, structures, scouts and
+    photographs are in the folders of images too."""
     uid = text_of(header.file_meta, "MediaStorageSOPClassUID") or text_of(header, "SOPClassUID")
     name = UID(uid).name
     image = "Image Storage" in name if name != uid else "Rows" in header  # unknown: by its tags
@@ -105,16 +104,15 @@ def kind_of(header: Any) -> str:
 
 
 def is_mosaic(header: Any) -> bool:
-    """Return whether the image is a Siemens MOSAIC: one plane with all slices of a volume as its
-    tiles."""
+    """Return whether the image is a Siemens MOSAIC: one plane with all slices of a volume as its tiles."""
     return "MOSAIC" in text_of(header, "ImageType").upper()
 
 
 def numbers(
     header: Any, tag: str, count: int, expected: str, good: Callable[[Numbers], Any] = lambda values: True
 ) -> Numbers:
-    """Return the `count` finite numbers of a tag. DataError, with the file, the tag and its value,
-    if it is missing, does not hold such numbers, or they are not `good`."""
+    """Return the `count` finite numbers of a tag. DataError, with the file, the tag and its value, if it is missing,
+    does not hold such numbers, or they are not `good`."""
     try:  # pydicom converts a value when it is asked for
         value = header.get(tag)
         values = np.array(value, dtype=float).reshape(-1)
@@ -140,8 +138,8 @@ def place_of(header: Any) -> Numbers:
 
 
 def checked(header: Any) -> Slice:
-    """Return the slice of a header, with its numbers checked. DataError names the file, the tag,
-    its value and what was expected."""
+    """Return the slice of a header, with its numbers checked. DataError names the file, the tag, its value and what was
+    expected."""
     file = Path(header.filename)
     if whole_number(header, "NumberOfFrames", 1, range(2**31)) > 1:
         raise DataError(f"{file}: holds several frames; only files of one slice can be read")
@@ -193,8 +191,8 @@ def _turn(cosines: Numbers) -> bool:
 
 
 def _scaling(header: Any) -> tuple[str, ...]:
-    """Return the tags that turn stored values into units, after a check of their values: slope or
-    intercept without the other would be ignored later."""
+    """Return the tags that turn stored values into units, after a check of their values: slope or intercept without the
+    other would be ignored later."""
     if "ModalityLUTSequence" in header:
         return ("ModalityLUTSequence",)
     if not any(tag in header for tag in SCALING):

@@ -1,5 +1,5 @@
-"""Voxels of DICOM files. pydicom decodes them, but for JPEG and JPEG-LS: there it needs packages
-that are not installed, and SimpleITK has decoders of all their processes."""
+"""Voxels of DICOM files. pydicom decodes them, but for JPEG and JPEG-LS: there it needs packages that are not
+installed, and SimpleITK has decoders of all their processes."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,8 +22,8 @@ STORED = ("Rows", "Columns", "SamplesPerPixel", "BitsAllocated", "BitsStored", "
 
 
 def read_voxels(header: Any) -> NDArray[Any]:
-    """Return the voxels (x, y) of one slice with its rescale slope and intercept applied. DataError
-    names the file, and a transfer syntax that cannot be decoded."""
+    """Return the voxels (x, y) of one slice with its rescale slope and intercept applied. DataError names the file, and
+    a transfer syntax that cannot be decoded."""
     file = Path(header.filename)
     with readable(file):
         source = header if "PixelData" in header else pydicom.dcmread(file)
@@ -48,8 +48,8 @@ def _stored(file: Path, source: Any) -> NDArray[Any]:
 
 
 def _jpeg(file: Path, source: Any) -> NDArray[Any]:
-    """Return the stored values (y, x) as SimpleITK decodes them. It reads files only, and applies
-    the rescale of some classes of objects: it gets a file of the stored values alone."""
+    """Return the stored values (y, x) as SimpleITK decodes them. It reads files only, and applies the rescale of some
+    classes of objects: it gets a file of the stored values alone."""
     import SimpleITK as sitk
 
     syntax = source.file_meta.TransferSyntaxUID

@@ -45,11 +45,10 @@ Read = Callable[[slice, int], NDArray[Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """One patient: image files (each a file or a folder with a DICOM series), the first of which
-    gives the grid, and the label file if there is one. slices: the files of the DICOM series, as
-    the folder may hold others; empty: the folder's series with the most slices. over_time: the
-    fourth axis of its files is time, not channels. The name is changed to a valid file name:
-    results are named after it."""
+    """One patient: image files (each a file or a folder with a DICOM series), the first of which gives the grid, and
+    the label file if there is one. slices: the files of the DICOM series, as the folder may hold others; empty: the
+    folder's series with the most slices. over_time: the fourth axis of its files is time, not channels. The name is
+    changed to a valid file name: results are named after it."""
 
     name: str
     images: tuple[Path, ...]
@@ -71,15 +70,13 @@ class Case:
 class FileGrid:
     """The grid of a file, without its voxels.
 
-    shape: (x, y, z, channels or frames). affine: (4, 4) float64, from voxel indices to RAS mm.
-    notes: one line for each decision made for the user. slices: those of a DICOM series, in order
-    of z. labels: makes a nibabel image of labels (x, y, z) or (x, y, z, frames) with the header of
-    a NIfTI file, else None. write: writes labels of a picture to a file. ending: of the labels'
-    file. time_step: seconds from one frame to the next, None if not known. unit: the file's unit of
-    length, in mm. value_unit: of the voxels, as DICOM has it for PET (BQML, GML: SUV), "" if the
-    file has none.
-    Raises DataError for more voxels than the memory can hold as float32, and for an affine that
-    cannot be inverted or has edges outside 0.001 to 100 mm (in units below 1 mm from 0.001 units).
+    shape: (x, y, z, channels or frames). affine: (4, 4) float64, from voxel indices to RAS mm. notes: one line for each
+    decision made for the user. slices: those of a DICOM series, in order of z. labels: makes a nibabel image of labels
+    (x, y, z) or (x, y, z, frames) with the header of a NIfTI file, else None. write: writes labels of a picture to a
+    file. ending: of the labels' file. time_step: seconds from one frame to the next, None if not known. unit: the
+    file's unit of length, in mm. value_unit: of the voxels, as DICOM has it for PET (BQML, GML: SUV), "" if the file
+    has none. Raises DataError for more voxels than the memory can hold as float32, and for an affine that cannot be
+    inverted or has edges outside 0.001 to 100 mm (in units below 1 mm from 0.001 units).
     """
 
     path: Path
@@ -131,15 +128,15 @@ class FileGrid:
                 yield channel, layers, read(layers, channel)
 
     def label_image(self, labels: Tensor | NDArray[Any]) -> Any:
-        """Return the nibabel image of labels (x, y, z), or (x, y, z, frames), on this grid, checked
-        by `label_array`. A series of one frame is a volume."""
+        """Return the nibabel image of labels (x, y, z), or (x, y, z, frames), on this grid, checked by `label_array`. A
+        series of one frame is a volume."""
         array = label_array(labels, self.shape[: 4 if labels.ndim == 4 else 3], self.path)
         array = array[..., 0] if array.shape[3:] == (1,) else array
         image: Any
         if self.labels is None:
             unit = 1e-3 if self.unit < 1 else 1.0
             affine = np.diag([1 / unit] * 3 + [1]) @ self.affine
-            image = nibabel.Nifti1Image(array, affine)  # type: ignore[no-untyped-call]
+            image = nibabel.Nifti1Image(array, affine)
             image.set_sform(affine, code=1)  # 1: scanner coordinates
             image.header.set_xyzt_units("micron" if unit < 1 else "mm")
         else:
@@ -149,8 +146,7 @@ class FileGrid:
 
 
 def four_axes(path: Path, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
-    """Return (x, y, z, channels or frames). A plane is one slice; axes of length 1 at the end do
-    not count."""
+    """Return (x, y, z, channels or frames). A plane is one slice; axes of length 1 at the end do not count."""
     if np.dtype(dtype).kind not in "biuf":
         raise DataError(f"{path}: voxels should be real numbers, are {dtype}")
     axes = tuple(int(n) for n in shape)
@@ -189,8 +185,8 @@ def check_size(path: Path, shape: Sequence[int], itemsize: int, most: float, hol
 
 
 def label_array(labels: Tensor | NDArray[Any], shape: Sequence[int], path: Path) -> NDArray[np.uint8 | np.int16]:
-    """Return labels as uint8, or int16 if one is above 255. Raises ValueError unless they are whole
-    numbers in 0..32767 on the grid (`shape`) of the image at `path`."""
+    """Return labels as uint8, or int16 if one is above 255. Raises ValueError unless they are whole numbers in 0..32767
+    on the grid (`shape`) of the image at `path`."""
     array = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
     if array.dtype.kind not in "biu":
         raise ValueError(f"labels should be whole numbers, got {array.dtype}")

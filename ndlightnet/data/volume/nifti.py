@@ -1,5 +1,5 @@
-"""Reader of NIfTI and Analyze files, by nibabel. MONAI's NibabelReader is not used: it rewrites an
-affine that disagrees with pixdim."""
+"""Reader of NIfTI and Analyze files, by nibabel. MONAI's NibabelReader is not used: it rewrites an affine that
+disagrees with pixdim."""
 
 import gzip
 from collections.abc import Sequence
@@ -48,9 +48,9 @@ def open_nifti(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
 
 
 def open_pair(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
-    """Open a pair of a header (.hdr) and voxels (.img), NIfTI or Analyze, by the name of either.
-    Analyze may have its affine in a third file (.mat), which SPM writes."""
-    names = types_filenames(path, Spm2AnalyzeImage.files_types)  # type: ignore[no-untyped-call]
+    """Open a pair of a header (.hdr) and voxels (.img), NIfTI or Analyze, by the name of either. Analyze may have its
+    affine in a third file (.mat), which SPM writes."""
+    names = types_filenames(path, Spm2AnalyzeImage.files_types)
     files = {}
     for what, name in names.items():
         file = Path(name)
@@ -74,9 +74,8 @@ def _packed(path: Path) -> bool:
 
 
 def _open(path: Path, files: dict[str, Path], kinds: Sequence[Any]) -> tuple[FileGrid, Read]:
-    """Open every file once. nibabel.load would open one a second time and stop at the last voxel,
-    before gzip's checksum, which is needed: most flipped bits give other voxels, not a broken
-    stream."""
+    """Open every file once. nibabel.load would open one a second time and stop at the last voxel, before gzip's
+    checksum, which is needed: most flipped bits give other voxels, not a broken stream."""
     packed = _packed(path)
     streams: dict[str, Any] = {
         what: gzip.GzipFile(file) if packed else file.open("rb")

@@ -33,13 +33,11 @@ LABEL_ERROR = 2**15 * float(np.finfo(np.float32).eps)
 class Volume:
     """Voxels of a case, for training, metrics and figures, and the grid to write its labels on.
 
-    image: MetaTensor (channels, x, y, z), float32, in the file's units (CT: Hounsfield units).
-    label: MetaTensor (1, x, y, z), int16, or None. A series over time has its frames before the
-    axes of space: (channels, frames, x, y, z) and (1, frames, x, y, z). Both are in the index order
-    of the first image and carry `.affine`, (4, 4) float64 from voxel indices to RAS mm. grid: of
-    the first image.
-    notes: a line "PATH: what" for each decision that was made for the user.
-    value_units: of each channel, see `FileGrid.value_unit`.
+    image: MetaTensor (channels, x, y, z), float32, in the file's units (CT: Hounsfield units). label: MetaTensor (1, x,
+    y, z), int16, or None. A series over time has its frames before the axes of space: (channels, frames, x, y, z) and
+    (1, frames, x, y, z). Both are in the index order of the first image and carry `.affine`, (4, 4) float64 from voxel
+    indices to RAS mm. grid: of the first image. notes: a line "PATH: what" for each decision that was made for the
+    user. value_units: of each channel, see `FileGrid.value_unit`.
     """
 
     case: Case
@@ -53,18 +51,16 @@ class Volume:
     def read(cls, case: Case, classes: int | None = None, channels: int | None = None) -> Volume:
         """Reads the voxels of every file of the case once.
 
-        The first file gives the grid; the others are interpolated onto it, and take their minimum
-        outside their extent. A file's fourth axis holds channels, or frames if the case is a series
-        over time, where each channel is a file. A plane is one slice, and voxels that are NaN or
-        infinite take the least finite value of their channel (and frame). A label map with the same
-        grid in another index order is flipped and permuted.
+        The first file gives the grid; the others are interpolated onto it, and take their minimum outside their extent.
+        A file's fourth axis holds channels, or frames if the case is a series over time, where each channel is a file.
+        A plane is one slice, and voxels that are NaN or infinite take the least finite value of their channel (and
+        frame). A label map with the same grid in another index order is flipped and permuted.
 
-        Raises DataError for a file that cannot be read, has an empty axis or another number of
-        axes, an affine that cannot be inverted, voxel edges outside 0.001 to 100 mm, more than half
-        of its voxels NaN or infinite, a label map off the first image's grid or with fractions, a
-        further image that lies wholly beside the first, channels of a picture in different sizes,
-        label values outside 0..classes-1, another number of channels than `channels`, and, of a
-        series over time, files with different numbers of frames and DICOM.
+        Raises DataError for a file that cannot be read, has an empty axis or another number of axes, an affine that
+        cannot be inverted, voxel edges outside 0.001 to 100 mm, more than half of its voxels NaN or infinite, a label
+        map off the first image's grid or with fractions, a further image that lies wholly beside the first, channels of
+        a picture in different sizes, label values outside 0..classes-1, another number of channels than `channels`,
+        and, of a series over time, files with different numbers of frames and DICOM.
 
         While it reads, a file that is not compressed takes no more memory than its float32 voxels.
         """
@@ -120,13 +116,12 @@ class Volume:
         return cls(case, image, numbers, first, tuple(notes), tuple(units))
 
     def onto(self, image: Any) -> tuple[tuple[int, ...], NDArray[np.float64]] | None:
-        """Return the file's grid along RAS axes: its shape and the (4, 4) matrix from its voxel
-        indices to those of `image`, a MetaTensor that `Prepare` has made of this volume; diagonal
-        except for the offset. None if the two grids are the same. Those of a series over time begin
-        with its frames: four sizes and a (5, 5) matrix."""
+        """Return the file's grid along RAS axes: its shape and the (4, 4) matrix from its voxel indices to those of
+        `image`, a MetaTensor that `Prepare` has made of this volume; diagonal except for the offset. None if the two
+        grids are the same. Those of a series over time begin with its frames: four sizes and a (5, 5) matrix."""
         turns, space = self._axes(), self.grid.shape[:3]
         shape = tuple(space[axis] for axis in np.argsort(turns[:, 0]))
-        back = orientations.inv_ornt_aff(turns, space)  # type: ignore[no-untyped-call]
+        back = orientations.inv_ornt_aff(turns, space)
         matrix = np.linalg.inv(image.affine.numpy()) @ self.grid.affine @ back
         if shape == tuple(image.shape[-3:]) and np.allclose(matrix, np.eye(4), atol=1e-3):
             return None
@@ -137,25 +132,25 @@ class Volume:
         return (*frames, *shape), padded
 
     def from_ras(self, labels: Tensor) -> NDArray[Any]:
-        """Return a view of labels ([frames,] x, y, z) on the grid of `onto` in the file's index
-        order, (x, y, z[, frames])."""
-        ras = orientations.axcodes2ornt("RAS")  # type: ignore[no-untyped-call]
-        back = orientations.ornt_transform(ras, self._axes())  # type: ignore[no-untyped-call]
+        """Return a view of labels ([frames,] x, y, z) on the grid of `onto` in the file's index order, (x, y, z[,
+        frames])."""
+        ras = orientations.axcodes2ornt("RAS")
+        back = orientations.ornt_transform(ras, self._axes())
         last = np.moveaxis(labels.numpy(), range(labels.ndim - 3), range(3, labels.ndim))
-        turned: NDArray[Any] = orientations.apply_orientation(last, back)  # type: ignore[no-untyped-call]
+        turned: NDArray[Any] = orientations.apply_orientation(last, back)
         return turned
 
     def _axes(self) -> NDArray[np.float64]:
         """Return the orientation of the file's axes with respect to RAS, in nibabel's format."""
-        return io_orientation(self.grid.affine)  # type: ignore[no-untyped-call]
+        return io_orientation(self.grid.affine)
 
     def save_labels(self, labels: Tensor | NDArray[Any], path: str | Path) -> None:
-        """Writes labels (x, y, z[, frames]), whole numbers in the file's index order, as `.nii.gz`,
-        those of a picture as `.png` or `.tif` (`grid.ending`).
+        """Writes labels (x, y, z[, frames]), whole numbers in the file's index order, as `.nii.gz`, those of a picture
+        as `.png` or `.tif` (`grid.ending`).
 
-        uint8, or int16 where a label is above 255. The header (affine, spacing, time step, sform
-        and qform codes) is that of the NIfTI source; for any other source the affine is the grid's.
-        The file appears complete or not at all; its folder is made if needed.
+        uint8, or int16 where a label is above 255. The header (affine, spacing, time step, sform and qform codes) is
+        that of the NIfTI source; for any other source the affine is the grid's. The file appears complete or not at
+        all; its folder is made if needed.
 
         Raises ValueError for labels of another shape or kind, DataError when it cannot be written.
         """
@@ -177,15 +172,14 @@ class Volume:
 
 
 def upright(volume: Any) -> Any:
-    """Flip and permute a MetaTensor (channels, [frames,] x, y, z) to RAS axes; nothing is
-    interpolated."""
+    """Flip and permute a MetaTensor (channels, [frames,] x, y, z) to RAS axes; nothing is interpolated."""
     turn: Any = Orientation("RAS", labels=None)
     return in_space(turn, volume)
 
 
 def in_space(transform: Callable[[Any], Any], volume: Any) -> Any:
-    """Apply a transform of MONAI, which takes (channels, x, y, z), to a MetaTensor (channels,
-    [frames,] x, y, z): to all frames alike."""
+    """Apply a transform of MONAI, which takes (channels, x, y, z), to a MetaTensor (channels, [frames,] x, y, z): to
+    all frames alike."""
     before = volume.shape[:-3]
     return transform(volume.flatten(0, -4)).unflatten(0, before)
 
@@ -240,7 +234,7 @@ def _check_frames(grids: Iterable[FileGrid]) -> None:
 
 def _oriented(labels: NDArray[np.int16], turns: Any) -> NDArray[np.int16]:
     """Return labels (frames, x, y, z) with the last three axes permuted and flipped."""
-    turned = orientations.apply_orientation(np.moveaxis(labels, 0, -1), turns)  # type: ignore[no-untyped-call]
+    turned = orientations.apply_orientation(np.moveaxis(labels, 0, -1), turns)
     return np.ascontiguousarray(np.moveaxis(turned, -1, 0))
 
 
@@ -253,15 +247,15 @@ def _apart(a: FileGrid, b: FileGrid) -> float:
 
 
 def _turns(label: FileGrid, image: FileGrid, over_time: bool) -> Any:
-    """Return nibabel's orientation from the label's index axes to the order and direction of the
-    image's: the NIfTI and the DICOM of a scan may differ in them. DataError for another grid."""
+    """Return nibabel's orientation from the label's index axes to the order and direction of the image's: the NIfTI and
+    the DICOM of a scan may differ in them. DataError for another grid."""
     if label.shape[3] > 1 and not over_time:
         raise DataError(f"{label.path}: a label should have 3 axes, has shape {label.shape}")
     if _same_grid(label, image):  # with oblique axes rounding may change the order
         return np.array([[axis, 1] for axis in range(3)])
-    to, at = io_orientation(image.affine), io_orientation(label.affine)  # type: ignore[no-untyped-call]
-    turns = orientations.ornt_transform(at, to)  # type: ignore[no-untyped-call]
-    back = orientations.inv_ornt_aff(turns, label.shape[:3])  # type: ignore[no-untyped-call]
+    to, at = io_orientation(image.affine), io_orientation(label.affine)
+    turns = orientations.ornt_transform(at, to)
+    back = orientations.inv_ornt_aff(turns, label.shape[:3])
     shape = [label.shape[axis] for axis in np.argsort(turns[:, 0])]
     if _same_grid(replace(label, shape=(*shape, 1), affine=label.affine @ back), image):
         return turns

@@ -1,5 +1,5 @@
-"""Moving digits: the motion is the class, and one frame does not tell it. Coloured digits: their
-colours do not tell it."""
+"""Moving digits: the motion is the class, and one frame does not tell it. Coloured digits: their colours do not tell
+it."""
 
 import math
 from pathlib import Path
@@ -28,8 +28,8 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> VideoFolder:
 def places(videos: VideoFolder) -> tuple[Tensor, Tensor]:
     """Where the digit is on the torus as complex numbers of modulus 1, (clips, frames, 2); labels.
 
-    The digit is what moves: brightness less its mean over time. As the first wave of what is left,
-    in absolute value, along rows and along columns.
+    The digit is what moves: brightness less its mean over time. As the first wave of what is left, in absolute value,
+    along rows and along columns.
     """
     found = []
     for sample in videos.train:

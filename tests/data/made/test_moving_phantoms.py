@@ -13,8 +13,8 @@ from ndlightnet.data.volume.volume import Volume
 
 
 def test_a_single_frame_does_not_tell_the_labels() -> None:
-    """Nodules of both kinds, and filled vessels of both, have one density; still nodules and
-    vessels stay where they are; veins fill later than arteries."""
+    """Nodules of both kinds, and filled vessels of both, have one density; still nodules and vessels stay where they
+    are; veins fill later than arteries."""
     means, signs = np.zeros((4, FRAMES)), set()
     for seed in range(4):
         image, label, affine = draw_moving_phantom(np.random.default_rng(seed))

@@ -127,8 +127,8 @@ def broken_image(path: Path, how: str) -> str:
 
 
 def write_series(folder: Path, volume: np.ndarray, gap: float = 2.5, **tags: Any) -> Path:
-    """volume (x, y, z) in HU as a DICOM series from the feet up; file names shuffled. tags: set in
-    every file. A folder that is there gets this series as one more."""
+    """volume (x, y, z) in HU as a DICOM series from the feet up; file names shuffled. tags: set in every file. A folder
+    that is there gets this series as one more."""
     folder.mkdir(parents=True, exist_ok=True)
     before = len(list(folder.iterdir()))
     series, study, frame = (pydicom.uid.generate_uid() for _ in range(3))

@@ -97,8 +97,8 @@ def test_workers_change_nothing(workers):
     ],
 )
 def test_share_of_crops_that_show_a_label(batch_size, foreground, places, period):
-    """The last of a batch; where a batch is too small for the share, one of so many crops. What is
-    forced shows a class and takes any voxel to its middle that is far enough from the border."""
+    """The last of a batch; where a batch is too small for the share, one of so many crops. What is forced shows a class
+    and takes any voxel to its middle that is far enough from the border."""
     data = crops(foreground, batch_size=batch_size)
     shown = Counter()
     for number in range(600):
@@ -117,8 +117,8 @@ def test_share_of_crops_that_show_a_label(batch_size, foreground, places, period
 
 
 def test_classes_come_up_evenly():
-    """Not by their voxels, of which class 2 has 27 times as many. Of 500 draws the share has a
-    deviation of 0.022: within five."""
+    """Not by their voxels, of which class 2 has 27 times as many. Of 500 draws the share has a deviation of 0.022:
+    within five."""
     case = prepared((20, 12, 20), 0)
     data = crops(1.0, cases=[case])
     count = Counter()

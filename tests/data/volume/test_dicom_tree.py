@@ -20,8 +20,7 @@ def names(cases: list[Case]) -> list[str]:
 
 
 def export(root: Path, ending: str = "") -> dict[str, np.ndarray]:
-    """Two patients, three series of one study of the first, other objects beside; what each case
-    should hold."""
+    """Two patients, three series of one study of the first, other objects beside; what each case should hold."""
     study = root / "P1" / "ST1"
     for number, (kind, volume, folder) in enumerate(
         [("CT", HU, "SE1"), ("CT", HU[::-1], "SE2"), ("MR", HU[:, ::-1], "SE3")], 1

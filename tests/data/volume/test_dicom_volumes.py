@@ -46,8 +46,8 @@ def values(case: Case) -> np.ndarray:
 
 @pytest.mark.parametrize("split", [s for s in product((False, True), repeat=4) if any(s)])
 def test_each_volume_is_a_case_named_by_what_differs(tmp_path: Path, split: tuple[bool, ...]) -> None:
-    """Echo, acquisition, phase and time, or some of them; files and slices in any order, numbers
-    and a time that differ from file to file."""
+    """Echo, acquisition, phase and time, or some of them; files and slices in any order, numbers and a time that differ
+    from file to file."""
     rng = np.random.default_rng(int("".join(str(int(s)) for s in split), 2))
     tags = [rng.choice([*factor]) for factor, use in zip(FACTORS, split, strict=True) if use]
     levels = {tag: value for factor in FACTORS for tag, value in factor.items() if tag in tags}
@@ -106,8 +106,8 @@ def test_a_missing_a_copied_and_an_unreadable_slice(tmp_path: Path) -> None:
 
 
 def test_what_is_no_second_volume(tmp_path: Path) -> None:
-    """One slice scanned again, and times of which each file has its own: one case, and what differs
-    in its error. Tags that differ in a single volume: no error."""
+    """One slice scanned again, and times of which each file has its own: one case, and what differs in its error. Tags
+    that differ in a single volume: no error."""
     files = write_volume(tmp_path / "again", HU, AcquisitionNumber=1)
     again = shutil.copy(files[3], tmp_path / "again" / "new")
     voxels = (HU[..., 3].T + 1025).astype(np.uint16).tobytes()

@@ -22,8 +22,8 @@ JPEG = "1.2.840.10008.1.2.4."
 
 
 def lossless_jpeg(values: np.ndarray, bits: int, predictor: int) -> bytes:
-    """values (y, x), unsigned, as one stream of JPEG process 14 (ITU T.81, annex H). Every category
-    of differences has a Huffman code of 5 bits."""
+    """values (y, x), unsigned, as one stream of JPEG process 14 (ITU T.81, annex H). Every category of differences has
+    a Huffman code of 5 bits."""
     rows, columns = values.shape
     v = values.astype(int)
     left, up, corner = (np.roll(v, shift, (0, 1)) for shift in ((0, 1), (1, 0), (1, 1)))
@@ -59,8 +59,7 @@ def lossless_jpeg(values: np.ndarray, bits: int, predictor: int) -> bytes:
 def write_encoded(
     folder: Path, values: np.ndarray, bits: int, syntax: str, code: bytes | None = None, **tags: Any
 ) -> Path:
-    """A slice of stored values (y, x) in a transfer syntax; pydicom encodes it if there is no
-    `code`."""
+    """A slice of stored values (y, x) in a transfer syntax; pydicom encodes it if there is no `code`."""
     (file,) = write_series(folder, values.T[..., None].astype(int)).iterdir()
     data = pydicom.dcmread(file)
     data.BitsAllocated, data.BitsStored, data.HighBit = 8 if bits <= 8 else 16, bits, bits - 1

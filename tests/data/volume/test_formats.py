@@ -206,8 +206,8 @@ def test_voxel_edges_have_bounds(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scaled", [False, True])
 def test_reading_takes_no_more_than_the_voxels(tmp_path: Path, scaled: bool) -> None:
-    """64 MiB of float32. Beyond it there is one slab, SLAB voxels: as int16, and where it is scaled
-    as float64 times the slope, plus the intercept, and the slab before; under 7 MiB in all."""
+    """64 MiB of float32. Beyond it there is one slab, SLAB voxels: as int16, and where it is scaled as float64 times
+    the slope, plus the intercept, and the slab before; under 7 MiB in all."""
     shape = (256, 256, 256)
     voxels = int(np.prod(shape))
     image = nibabel.Nifti1Image(np.ones(shape, np.int16), np.eye(4))

@@ -1,5 +1,5 @@
-"""Units of length and time in headers, headers that contradict themselves, and what of a scan's
-header its labels keep."""
+"""Units of length and time in headers, headers that contradict themselves, and what of a scan's header its labels
+keep."""
 
 import gzip
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""A folder of good and bad volumes of all formats: the good ones as ITK reads them, one line for
-each bad one."""
+"""A folder of good and bad volumes of all formats: the good ones as ITK reads them, one line for each bad one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -139,8 +138,8 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 def reference(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return voxels (x, y[, z]) and the affine to RAS, by ITK; by nibabel what ITK does not read
-    (NIfTI-2), turns (Analyze) or fills with 0 (NaN)."""
+    """Return voxels (x, y[, z]) and the affine to RAS, by ITK; by nibabel what ITK does not read (NIfTI-2), turns
+    (Analyze) or fills with 0 (NaN)."""
     if path.name in ("second.nii", "analyze.hdr", "some_nan.nii"):
         image: Any = nibabel.load(path)
         return image.get_fdata(), image.affine

@@ -1,5 +1,5 @@
-"""Series of volumes over time: every frame is treated as a volume by itself would be, and files
-that do not fit together are refused in one line."""
+"""Series of volumes over time: every frame is treated as a volume by itself would be, and files that do not fit
+together are refused in one line."""
 
 from pathlib import Path
 

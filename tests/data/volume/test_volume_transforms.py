@@ -106,8 +106,8 @@ def every_index(shape) -> np.ndarray:
 @pytest.mark.parametrize("spacing", [None, (2.5, 1.3, 4.1)])
 @pytest.mark.parametrize("order, signs", ORIENTATIONS)
 def test_labels_come_back_to_the_voxels_of_the_file(tmp_path, order, signs, spacing):
-    """Every voxel of the grid that labels are made on has a number; in the file's order it stands
-    at the voxel which lies at the same place in the world."""
+    """Every voxel of the grid that labels are made on has a number; in the file's order it stands at the voxel which
+    lies at the same place in the world."""
     affine = turned(order, signs)
     file = write(tmp_path / "i.nii", random_image(), affine)
     volume = Volume.read(Case("x", (file,), None))
@@ -150,8 +150,8 @@ def test_stored_axis_order_does_not_matter(tmp_path, order, signs):
 
 
 def test_spacing_of_a_ramp(tmp_path):
-    """Resampled linearly, what grows linearly with the place still does, to the border's half
-    voxel; labels stay whole and lie where they lay."""
+    """Resampled linearly, what grows linearly with the place still does, to the border's half voxel; labels stay whole
+    and lie where they lay."""
     affine = np.diag([-1.0, 2.0, 3.0, 1.0])
     index = np.indices((24, 20, 18)).astype(np.float32)
     ramp = np.float32(3) * -index[0] + index[1] * 2 - index[2]
