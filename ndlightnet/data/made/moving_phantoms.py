@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ndlightnet.data.made.drawn_set import Drawn, draw_cases, place_in_scanner
+from ndlightnet.data.made.drawn_set import Drawn, Recipe, draw_cases, place_in_scanner
 
 LABELS = ("background", "still nodule", "moving nodule", "artery", "vein")
 STILL, MOVING, ARTERY, VEIN = range(1, 5)
-RECIPE = 1  # to be raised with every change of the drawing, so that older sets are not reused
+VERSION = 1  # see Recipe
 FRAMES = 8
 TIME_STEP = 0.5  # seconds between frames
 TISSUE, NODULE, BLOOD = 40.0, 75.0, 110.0  # HU; what nodules and filled vessels add to the tissue
@@ -31,15 +31,9 @@ def make_moving_phantoms(folder: Path, training: int = 24, test: int = 8, seed: 
     eight frames, half a second apart; the axes run to the right, front and head in some cases and to the left, back and
     head in the others.
     """
-    listing = {
-        "name": "Moving phantoms",
-        "description": "Drawn series of CT volumes in which motion and time tell the labels",
-        "tensorImageSize": "4D",
-        "modality": {"0": "CT"},
-        "labels": {str(number): name for number, name in enumerate(LABELS)},
-    }
-    numbers = {"recipe": RECIPE, "training": training, "test": test, "seed": seed}
-    return draw_cases(folder, "moving_phantom", numbers, listing, draw_moving_phantom, progress, TIME_STEP)
+    description = "Drawn series of CT volumes in which motion and time tell the labels"
+    recipe = Recipe("moving_phantom", VERSION, description, LABELS, draw_moving_phantom, TIME_STEP)
+    return draw_cases(folder, recipe, training, test, seed, progress)
 
 
 def draw_moving_phantom(rng: np.random.Generator) -> Drawn:

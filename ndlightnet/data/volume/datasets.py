@@ -19,6 +19,7 @@ from ndlightnet.data.volume.image_planes import has_colours
 from ndlightnet.data.volume.nifti import is_header
 
 WANTED = f"{', '.join(ENDINGS)} or a {FOLDER.name}"
+ALL_ENDINGS = (*ENDINGS, *PICTURES)
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after the case
 
 
@@ -54,15 +55,12 @@ def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
     except DataError:
         raise
     except FileNotFoundError as error:
-        raise DataError(
-            f"{file}: no such file, expected a folder in the layout of nnU-Net or of the Medical Segmentation Decathlon"
-        ) from error
+        layouts = "the layout of nnU-Net or of the Medical Segmentation Decathlon"
+        raise DataError(f"{file}: no such file, expected a folder in {layouts}") from error
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # of brackets that are nested too deeply
         raise DataError(f"{file}: is not valid JSON ({one_line(error)})") from error
-    except RecursionError as error:
-        raise DataError(f"{file}: is nested too deeply to be read") from error
     if not dataset.training and not dataset.test:
         raise DataError(f"{file}: lists no case for training or test")
     for case in dataset.training:
@@ -97,11 +95,15 @@ def _numbered(file: Path, listing: dict[str, Any], key: str) -> tuple[str, ...]:
     if not isinstance(names, dict) or not names:
         raise DataError(f'{file}: {key!r} should map numbers to names, such as {{"0": "..."}}')
     # int refuses texts of more than 4,300 digits
-    numbers = sorted(int(n) if n.isdecimal() and len(n) < 10 else -1 for n in names)
-    if numbers != list(range(len(names))):
-        listed = one_line(sorted(names))
-        raise DataError(f"{file}: {key!r} should number from 0 without gaps, has {listed}")
-    return tuple(str(names[number]) for number in sorted(names, key=int))
+    return _in_order(file, key, [(int(n) if n.isdecimal() and len(n) < 10 else n, names[n]) for n in names])
+
+
+def _in_order(file: Path, key: str, numbered: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
+    """Return the names of pairs (number, name) by number."""
+    numbers = [number for number, _ in numbered]
+    if any(type(number) is not int for number in numbers) or sorted(numbers) != [*range(len(numbers))]:
+        raise DataError(f"{file}: {key!r} should number from 0 without gaps, has {one_line(numbers)}")
+    return tuple(str(name) for _, name in sorted(numbered))
 
 
 def _listed(file: Path, listing: dict[str, Any], key: str, channels: int) -> tuple[Case, ...]:
@@ -120,8 +122,8 @@ def _listed(file: Path, listing: dict[str, Any], key: str, channels: int) -> tup
         paths = [file.parent / text for text in texts]
         label_path = paths.pop() if label else None
         if len(paths) not in (1, channels):
-            need = f"should list {channels} image files, one for each modality (or one with all)"
-            raise DataError(f"{file}: entry {one_line(entry)} {need}")
+            expected = f"{channels} image files, one for each modality (or one with all)"
+            raise DataError(f"{file}: entry {one_line(entry)} should list {expected}")
         listed.append(paths[0])
         paths = _of_nnunet_1(paths[0], channels) if len(paths) == 1 else paths
         for path in [*paths, label_path]:
@@ -159,12 +161,10 @@ def _read_nnunet(file: Path, listing: dict[str, Any], notes: list[str] | None) -
     channels = _numbered(file, listing, "channel_names")
     labels = _named_numbers(file, listing.get("labels"))
     ending = listing.get("file_ending")
-    if str(ending).lower() not in (*ENDINGS, *PICTURES):
-        raise DataError(
-            f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of {', '.join((*ENDINGS, *PICTURES))}"
-        )
-    ending, count = str(ending).lower(), len(channels)
-    training, test = (_split(file, kind, ending, count, notes) for kind in ("Tr", "Ts"))
+    if str(ending).lower() not in ALL_ENDINGS:
+        known = ", ".join(ALL_ENDINGS)
+        raise DataError(f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of {known}")
+    training, test = (_split(file, kind, str(ending).lower(), len(channels), notes) for kind in ("Tr", "Ts"))
     return Dataset(file.parent, labels, channels, training, test)
 
 
@@ -174,16 +174,11 @@ def _named_numbers(file: Path, numbers: Any) -> tuple[str, ...]:
         raise DataError(f"{file}: 'labels' should map names to numbers, such as {{'liver': 1}}")
     for name, number in numbers.items():
         if isinstance(number, list):
-            wrong = f"has the region {name!r}: {one_line(number)}; one number a label is expected"
-            raise DataError(f"{file}: 'labels' {wrong}")
+            region = f"{name!r}: {one_line(number)}"
+            raise DataError(f"{file}: 'labels' has the region {region}; one number a label is expected")
         if name == "ignore":
             raise DataError(f"{file}: 'labels' has 'ignore'; partly labelled volumes cannot be used")
-    if any(type(number) is not int for number in numbers.values()) or (
-        sorted(numbers.values()) != list(range(len(numbers)))
-    ):
-        listed = one_line(list(numbers.values()))
-        raise DataError(f"{file}: 'labels' should number from 0 without gaps, has {listed}")
-    return tuple(sorted(numbers, key=lambda name: int(numbers[name])))
+    return _in_order(file, "labels", [(number, name) for name, number in numbers.items()])
 
 
 def _split(file: Path, kind: str, ending: str, channels: int, notes: list[str] | None) -> tuple[Case, ...]:
@@ -195,7 +190,7 @@ def _split(file: Path, kind: str, ending: str, channels: int, notes: list[str] |
     if ending in PICTURES and all(stem(path).endswith("_0000") for path in files):
         channels = 1  # one file of several colours, such as RGB
     report_skipped({*images.iterdir()} - _read_of(images, files), images, f"CASE_0000{ending}", notes)
-    label_files = _volumes_in(labels, (*ENDINGS, *PICTURES)) if labels.is_dir() else []
+    label_files = _volumes_in(labels, ALL_ENDINGS) if labels.is_dir() else []
     labelled = {_in_small(path): path for path in label_files}
     for path in files:
         if not NUMBERED.fullmatch(stem(path)):
@@ -263,7 +258,7 @@ def find_inputs(
     pictures, so a broken volume is listed and raises when it is loaded. Raises DataError when there is nothing to
     predict on.
     """
-    path, endings = Path(path), (*ENDINGS, *PICTURES) if pictures else ENDINGS
+    path, endings = Path(path), ALL_ENDINGS if pictures else ENDINGS
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     if (path / "dataset.json").is_file():
@@ -327,7 +322,7 @@ def _pass_over(_: OSError) -> None:
     """Do nothing for a folder that cannot be opened: `find_series` counts it."""
 
 
-def _volumes_in(folder: Path, endings: tuple[str, ...] = ENDINGS) -> list[Path]:
+def _volumes_in(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     return [path for path in _named(folder.iterdir(), endings) if _is_there(path)]
 
 

@@ -26,23 +26,9 @@ SCALING = ("RescaleSlope", "RescaleIntercept")
 SAME_PLACE = 0.01  # mm
 # What differs between the volumes of one series: echoes, acquisitions, phases, kinds of images,
 # times. A volume is named by the first that tell it apart.
-VOLUME_TAGS = (
-    "EchoNumbers",
-    "EchoTime",
-    "AcquisitionNumber",
-    "TemporalPositionIdentifier",
-    "NominalPercentageOfCardiacPhase",
-    "TriggerTime",
-    "ImageType",
-    "InversionTime",
-    "FlipAngle",
-    "DiffusionBValue",
-    "KVP",
-    "ConvolutionKernel",
-    "FrameReferenceTime",
-    "AcquisitionTime",
-    "ContentTime",
-)
+VOLUME_TAGS = ("EchoNumbers", "EchoTime", "AcquisitionNumber", "TemporalPositionIdentifier")
+VOLUME_TAGS += ("NominalPercentageOfCardiacPhase", "TriggerTime", "ImageType", "InversionTime", "FlipAngle")
+VOLUME_TAGS += ("DiffusionBValue", "KVP", "ConvolutionKernel", "FrameReferenceTime", "AcquisitionTime", "ContentTime")
 
 
 @dataclass(frozen=True)
@@ -125,9 +111,9 @@ def numbers(
     return values
 
 
-def whole_number(header: Any, tag: str, default: int, among: range | tuple[int, ...]) -> int:
-    """Return the whole number of a tag, one of `among`; `default` if it is missing."""
-    if text_of(header, tag) == "":
+def whole_number(header: Any, tag: str, default: int | None, among: range | tuple[int, ...]) -> int:
+    """Return the whole number of a tag, one of `among`; `default` if it is missing, DataError if that is None."""
+    if text_of(header, tag) == "" and default is not None:
         return default
     some = f"{among[0]} to {among[-1]}" if isinstance(among, range) else " or ".join(map(str, among))
     return int(numbers(header, tag, 1, some, lambda values: values[0] in among)[0])
@@ -146,42 +132,22 @@ def checked(header: Any) -> Slice:
     if (kind := text_of(header, "PhotometricInterpretation")) == "":
         raise DataError(f"{file}: has no PhotometricInterpretation, or is cut short before it")
     if whole_number(header, "SamplesPerPixel", 1, (1, 3, 4)) > 1 or not kind.startswith("MONOCHROME"):
-        raise DataError(
-            f"{file}: PhotometricInterpretation is {one_line(kind)}, expected MONOCHROME1 or "
-            "MONOCHROME2: voxels should be real numbers, are colours"
-        )
+        expected = "MONOCHROME1 or MONOCHROME2: voxels should be real numbers, are colours"
+        raise DataError(f"{file}: PhotometricInterpretation is {one_line(kind)}, expected {expected}")
     if is_mosaic(header):
         raise DataError(
-            f"{file}: ImageType is {one_line(text_of(header, 'ImageType'))}: a MOSAIC holds the "
-            "slices of a volume as tiles of one plane; expected a file for each slice, or NIfTI, "
-            "to which dcm2niix converts it"
+            f"{file}: ImageType is {one_line(text_of(header, 'ImageType'))}: a MOSAIC holds the slices of a volume as "
+            "tiles of one plane; expected a file for each slice, or NIfTI, to which dcm2niix converts it"
         )
-    place = place_of(header)
+    place, (low, high) = place_of(header), EDGES
     cosines = numbers(header, "ImageOrientationPatient", 6, "two directions at right angles, of length 1", _turn)
-    low, high = EDGES
-    gaps = numbers(
-        header,
-        "PixelSpacing",
-        2,
-        f"2 numbers from {low:g} to {high:g} (mm)",
-        lambda mm: low <= mm.min() and mm.max() <= high,
-    )
-    sides = range(1, 2**16)
-    rows, columns = (
-        int(numbers(header, tag, 1, "1 to 65535", lambda values: values[0] in sides)[0]) for tag in ("Rows", "Columns")
-    )
+    in_range = f"2 numbers from {low:g} to {high:g} (mm)"
+    gaps = numbers(header, "PixelSpacing", 2, in_range, lambda mm: low <= mm.min() and mm.max() <= high)
+    rows, columns = (whole_number(header, tag, None, range(1, 2**16)) for tag in ("Rows", "Columns"))
     whole_number(header, "BitsAllocated", 16, (8, 16, 32))
-    lengths = np.linalg.norm(cosines.reshape(2, 3), axis=1)
-    return Slice(
-        file,
-        header,
-        place,
-        cosines[:3] / lengths[0],
-        cosines[3:] / lengths[1],
-        (float(gaps[0]), float(gaps[1])),
-        (rows, columns),
-        _scaling(header),
-    )
+    along_row, along_column = cosines.reshape(2, 3) / np.linalg.norm(cosines.reshape(2, 3), axis=1, keepdims=True)
+    spacing = float(gaps[0]), float(gaps[1])
+    return Slice(file, header, place, along_row, along_column, spacing, (rows, columns), _scaling(header))
 
 
 def _turn(cosines: Numbers) -> bool:

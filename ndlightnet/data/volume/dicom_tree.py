@@ -31,24 +31,10 @@ from ndlightnet.data.volume.formats import ENDINGS, RESULTS, stem
 
 MANY = 500  # files; reading the headers of more takes seconds, which a progress bar shows
 KEPT = 40  # letters of each part of a name
-# The only tags of a header that are held here: there may be tens of thousands of headers.
-TAGS = [
-    "SOPClassUID",
-    "SOPInstanceUID",
-    "SeriesInstanceUID",
-    "StudyInstanceUID",
-    "PatientID",
-    "PatientName",
-    "FrameOfReferenceUID",
-    "Modality",
-    "SeriesNumber",
-    "SeriesDescription",
-    "ImagePositionPatient",
-    "ImageOrientationPatient",
-    "Rows",
-    *VOLUME_TAGS,
-]
 ONE_SERIES = ("SeriesInstanceUID", "StudyInstanceUID", "PatientID", "FrameOfReferenceUID")
+# The only tags of a header that are held here: there may be tens of thousands of headers.
+TAGS = [*ONE_SERIES, *VOLUME_TAGS, "SOPClassUID", "SOPInstanceUID", "PatientName", "Modality", "SeriesNumber"]
+TAGS += ["SeriesDescription", "ImagePositionPatient", "ImageOrientationPatient", "Rows"]
 
 Differences = tuple[tuple[str, str], ...]  # tags and their values
 

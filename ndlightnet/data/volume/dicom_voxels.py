@@ -40,10 +40,8 @@ def _stored(file: Path, source: Any) -> NDArray[Any]:
     try:
         get_decoder(syntax)
     except NotImplementedError:
-        raise DataError(
-            f"{file}: TransferSyntaxUID is {syntax} ({syntax.name}), expected uncompressed voxels "
-            "or RLE, JPEG, JPEG-LS or JPEG 2000"
-        ) from None
+        expected = "uncompressed voxels or RLE, JPEG, JPEG-LS or JPEG 2000"
+        raise DataError(f"{file}: TransferSyntaxUID is {syntax} ({syntax.name}), expected {expected}") from None
     return pixel_array(source)
 
 
@@ -73,7 +71,6 @@ def _jpeg(file: Path, source: Any) -> NDArray[Any]:
     values: NDArray[Any] = sitk.GetArrayFromImage(image)
     rows, columns = values.shape[-2:]
     if (rows, columns) != (source.Rows, source.Columns):
-        raise DataError(
-            f"{file}: its PixelData has {rows} rows and {columns} columns, expected {source.Rows} and {source.Columns}"
-        )
+        expected = f"{source.Rows} and {source.Columns}"
+        raise DataError(f"{file}: its PixelData has {rows} rows and {columns} columns, expected {expected}")
     return values.reshape(rows, columns)

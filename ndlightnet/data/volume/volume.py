@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import nibabel
 import numpy as np
 import torch
 from monai.data.meta_tensor import MetaTensor
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError, atomic_write, readable
 from ndlightnet.data.volume.dicom import save_segmentation
-from ndlightnet.data.volume.file_grid import SLAB, Case, FileGrid, Read, label_array
+from ndlightnet.data.volume.file_grid import Case, FileGrid, Read
 from ndlightnet.data.volume.formats import open_file
 
 # Two grids are the same if no corner is off by more than this fraction of the smallest voxel edge.
@@ -33,11 +32,11 @@ LABEL_ERROR = 2**15 * float(np.finfo(np.float32).eps)
 class Volume:
     """Voxels of a case, for training, metrics and figures, and the grid to write its labels on.
 
-    image: MetaTensor (channels, x, y, z), float32, in the file's units (CT: Hounsfield units). label: MetaTensor (1, x,
-    y, z), int16, or None. A series over time has its frames before the axes of space: (channels, frames, x, y, z) and
-    (1, frames, x, y, z). Both are in the index order of the first image and carry `.affine`, (4, 4) float64 from voxel
-    indices to RAS mm. grid: of the first image. notes: a line "PATH: what" for each decision that was made for the
-    user. value_units: of each channel, see `FileGrid.value_unit`.
+    image: MetaTensor (channels, x, y, z), float32, in the file's units (CT: Hounsfield units).
+    label: MetaTensor (1, x, y, z), int16, or None. A series over time has its frames before the axes of space:
+    (channels, frames, x, y, z) and (1, frames, x, y, z). Both are in the index order of the first image and carry
+    `.affine`, (4, 4) float64 from voxel indices to RAS mm. grid: of the first image.
+    notes: a line "PATH: what" for each decision made for the user. value_units: see `FileGrid.value_unit`.
     """
 
     case: Case
@@ -69,18 +68,15 @@ class Volume:
         first = opened[0][0]
         if case.over_time:
             if first.slices:
-                raise DataError(
-                    f"{first.path}: a DICOM series is read as one volume, expected a file over "
-                    "time, such as NIfTI, to which dcm2niix converts it"
-                )
+                expected = "a file over time, such as NIfTI, to which dcm2niix converts it"
+                raise DataError(f"{first.path}: a DICOM series is read as one volume, expected {expected}")
             _check_frames(grid for grid, _ in [*opened, label or opened[0]])
         turns = None if label is None else _turns(label[0], first, case.over_time)
         images: list[Tensor] = []
-        notes: list[str] = []
-        units: list[str] = []
+        notes, units = [], []
         while opened:
             grid, read = opened.pop(0)  # the last reference to what is open
-            if grid.write is not None and grid.shape[:2] != first.shape[:2]:
+            if grid.ending != FileGrid.ending and grid.shape[:2] != first.shape[:2]:  # pictures
                 (wide, high), (width, height) = grid.shape[:2], first.shape[:2]
                 raise DataError(  # pixels have no place in space by which to interpolate
                     f"{grid.path}: is {wide} x {high} pixels, {first.path} is {width} x {height}; "
@@ -100,20 +96,12 @@ class Volume:
                 notes.append(f"{first.path}: its header tells no time step in seconds")
         if channels not in (None, len(voxels)):
             raise DataError(f"{first.path}: has {len(voxels)} channels, expected {channels}")
-        affine = torch.from_numpy(first.affine)
-        numbers: Any = None
+        affine, numbers = torch.from_numpy(first.affine), None
         if label is not None:
-            grid, read = label
-            numbers = torch.from_numpy(_oriented(_labels(grid, read), turns))
-            numbers = numbers[None] if case.over_time else numbers
-            low, high = int(numbers.min()), int(numbers.max())
-            if classes is not None and (low < 0 or high >= classes):
-                wrong = f"has label values {low}..{high}, expected 0..{classes - 1}"
-                raise DataError(f"{grid.path}: {wrong}")
-            numbers = MetaTensor(numbers, affine=affine)
-            notes += grid.notes
-        image = MetaTensor(voxels, affine=affine)
-        return cls(case, image, numbers, first, tuple(notes), tuple(units))
+            numbers = torch.from_numpy(_labels(*label, turns, classes))
+            numbers = MetaTensor(numbers[None] if case.over_time else numbers, affine=affine)
+            notes += label[0].notes
+        return cls(case, MetaTensor(voxels, affine=affine), numbers, first, tuple(notes), tuple(units))
 
     def onto(self, image: Any) -> tuple[tuple[int, ...], NDArray[np.float64]] | None:
         """Return the file's grid along RAS axes: its shape and the (4, 4) matrix from its voxel indices to those of
@@ -134,11 +122,9 @@ class Volume:
     def from_ras(self, labels: Tensor) -> NDArray[Any]:
         """Return a view of labels ([frames,] x, y, z) on the grid of `onto` in the file's index order, (x, y, z[,
         frames])."""
-        ras = orientations.axcodes2ornt("RAS")
-        back = orientations.ornt_transform(ras, self._axes())
+        back = orientations.ornt_transform(orientations.axcodes2ornt("RAS"), self._axes())
         last = np.moveaxis(labels.numpy(), range(labels.ndim - 3), range(3, labels.ndim))
-        turned: NDArray[Any] = orientations.apply_orientation(last, back)
-        return turned
+        return np.asarray(orientations.apply_orientation(last, back))
 
     def _axes(self) -> NDArray[np.float64]:
         """Return the orientation of the file's axes with respect to RAS, in nibabel's format."""
@@ -157,14 +143,8 @@ class Volume:
         path = Path(path)
         if not path.name.endswith(self.grid.ending):
             raise ValueError(f"labels are written as {self.grid.ending}, got {path.name}")
-        if self.grid.write is not None:
-            array = label_array(labels, self.grid.shape[:3], self.grid.path)
-            with atomic_write(path) as draft:
-                self.grid.write(array, draft)
-            return
-        image = self.grid.label_image(labels)
         with atomic_write(path) as draft:
-            nibabel.save(image, draft)
+            self.grid.write_labels(labels, draft)
 
     def save_dicom_seg(self, labels: Tensor | NDArray[Any], path: str | Path, names: Sequence[str]) -> None:
         """Write labels as a DICOM-SEG, see `dicom.save_segmentation`."""
@@ -187,39 +167,40 @@ def in_space(transform: Callable[[Any], Any], volume: Any) -> Any:
 def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:
     """Return (channels or frames, x, y, z) float32 without NaN or infinity, and notes."""
     *space, channels = grid.shape
-    with readable(grid.path), np.errstate(over="ignore"):  # overflow becomes infinite, see below
+    broken, least = [0] * channels, [np.inf] * channels
+    with readable(grid.path), np.errstate(over="ignore"):  # overflow becomes infinite
         voxels = np.empty((channels, *space), np.float32)
         for channel, z, piece in grid.slabs(read):
-            voxels[channel, :, :, z] = piece
+            layers = voxels[channel, :, :, z]
+            layers[:] = piece
+            broken[channel] += layers.size - int(np.isfinite(layers).sum())
+            least[channel] = min(least[channel], float(layers.min(where=np.isfinite(layers), initial=np.inf)))
     notes = list(grid.notes)
-    for values in voxels.reshape(channels, -1):
-        bad, least = 0, np.inf
-        pieces = [values[low : low + SLAB] for low in range(0, len(values), SLAB)]
-        for piece in pieces:
-            finite = np.isfinite(piece)
-            bad += len(piece) - int(finite.sum())
-            least = min(least, float(piece.min(where=finite, initial=np.inf)))
-        if bad > len(values) / 2:
-            raise DataError(f"{grid.path}: has {bad} voxels that are NaN or infinite, over half")
-        if bad:
-            notes.append(f"{grid.path}: {bad} voxels are NaN or infinite, taken as {least:.6g}")
-            for piece in pieces:
-                piece[~np.isfinite(piece)] = least
+    for planes, count, low in zip(voxels, broken, least, strict=True):
+        if count > planes.size / 2:
+            raise DataError(f"{grid.path}: has {count} voxels that are NaN or infinite, over half")
+        if count:
+            notes.append(f"{grid.path}: {count} voxels are NaN or infinite, taken as {low:.6g}")
+            for plane in planes:
+                plane[~np.isfinite(plane)] = low
     return torch.from_numpy(voxels), notes
 
 
-def _labels(grid: FileGrid, read: Read) -> NDArray[np.int16]:
-    """Return labels (1 or frames, x, y, z)."""
+def _labels(grid: FileGrid, read: Read, turns: Any, classes: int | None) -> NDArray[np.int16]:
+    """Return labels (1 or frames, x, y, z) with the axes of space permuted and flipped by `turns`."""
     with readable(grid.path), np.errstate(invalid="ignore"):
-        numbers = np.empty((grid.shape[3], *grid.shape[:3]), np.int16)
+        numbers = np.empty(grid.shape, np.int16)
         for frame, z, layers in grid.slabs(read):
             if not np.isfinite(layers).all():
                 raise DataError(f"{grid.path}: has labels that are NaN or infinite")
-            numbers[frame, :, :, z] = np.rint(layers)
-            if np.abs(numbers[frame, :, :, z] - layers).max() > LABEL_ERROR:
-                wrong = "has labels that are not whole numbers below 32768"
-                raise DataError(f"{grid.path}: {wrong}")
-    return numbers
+            numbers[:, :, z, frame] = np.rint(layers)
+            if np.abs(numbers[:, :, z, frame] - layers).max() > LABEL_ERROR:
+                raise DataError(f"{grid.path}: has labels that are not whole numbers below 32768")
+    low, high = numbers.min(), numbers.max()
+    if classes is not None and (low < 0 or high >= classes):
+        raise DataError(f"{grid.path}: has label values {low}..{high}, expected 0..{classes - 1}")
+    turned = orientations.apply_orientation(numbers, turns)
+    return np.ascontiguousarray(np.moveaxis(turned, -1, 0))
 
 
 def _check_frames(grids: Iterable[FileGrid]) -> None:
@@ -227,15 +208,8 @@ def _check_frames(grids: Iterable[FileGrid]) -> None:
     first, *rest = grids
     for grid in rest:
         if grid.shape[3] != first.shape[3]:
-            raise DataError(
-                f"{grid.path}: should have {first.shape[3]} frames as {first.path.name}, has {grid.shape[3]}"
-            )
-
-
-def _oriented(labels: NDArray[np.int16], turns: Any) -> NDArray[np.int16]:
-    """Return labels (frames, x, y, z) with the last three axes permuted and flipped."""
-    turned = orientations.apply_orientation(np.moveaxis(labels, 0, -1), turns)
-    return np.ascontiguousarray(np.moveaxis(turned, -1, 0))
+            expected = f"should have {first.shape[3]} frames as {first.path.name}"
+            raise DataError(f"{grid.path}: {expected}, has {grid.shape[3]}")
 
 
 def _same_grid(a: FileGrid, b: FileGrid) -> bool:
