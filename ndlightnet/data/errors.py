@@ -82,10 +82,9 @@ def fitting(path: object) -> Iterator[None]:
     """Raise a DataError that names `path` if the block runs out of memory, the host's or a device's."""
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise DataError(f"{path}: does not fit into memory ({one_line(error)})") from error
-    except RuntimeError as error:  # torch has no exception class for the host's
-        if "DefaultCPUAllocator" not in str(error):
+    except (MemoryError, RuntimeError) as error:  # torch has an exception class for a device's memory only
+        full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+        if not full:
             raise
         raise DataError(f"{path}: does not fit into memory ({one_line(error)})") from error
 
@@ -154,7 +153,7 @@ def _lives(process: int) -> bool:
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):
-        return True
+        pass
     return True
 
 

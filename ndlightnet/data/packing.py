@@ -44,10 +44,8 @@ class PadCollate:
         first = samples[0]
         for i, x in enumerate(samples):
             if x.ndim != first.ndim or x.ndim < 2 or len(x) != len(first):
-                raise ValueError(
-                    f"samples[{i}] {tuple(x.shape)}: expected (channels, *space), with as many "
-                    f"channels and axes as samples[0] {tuple(first.shape)}"
-                )
+                expected = f"as many channels and axes as samples[0] {tuple(first.shape)}"
+                raise ValueError(f"samples[{i}] {tuple(x.shape)}: expected (channels, *space), with {expected}")
         largest = [max(sizes) for sizes in zip(*(x.shape[1:] for x in samples), strict=True)]
         batch = first.new_zeros(len(samples), len(first), *largest)
         mask = torch.zeros(len(samples), *largest, dtype=torch.bool)

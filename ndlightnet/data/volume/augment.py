@@ -27,16 +27,8 @@ SIGMA = (0.5, 1.0)  # of the blur, cells
 FACTOR = (0.75, 1.25)  # of brightness and of contrast
 LOW = (0.5, 1.0)  # fraction of the cells that a low resolution keeps along an axis
 GAMMA = (0.7, 1.5)
-PROBABILITIES = {
-    "noise": 0.1,
-    "blur": 0.2,
-    "brightness": 0.15,
-    "contrast": 0.15,
-    "low": 0.25,
-    "inverted gamma": 0.1,
-    "gamma": 0.3,
-    "mirror": 0.5,
-}
+PROBABILITIES = {"noise": 0.1, "blur": 0.2, "brightness": 0.15, "contrast": 0.15, "low": 0.25}
+PROBABILITIES |= {"inverted gamma": 0.1, "gamma": 0.3, "mirror": 0.5}
 PER_CHANNEL = {"blur": 0.5, "low": 0.5}  # probability of each channel of a chosen sample
 LINEAR = ("", "linear", "bilinear", "trilinear")  # torch's names, by the number of axes
 TAPS = 3  # the blur's reach in cells: 3 sigma
@@ -93,14 +85,11 @@ class Augment:
     def _check(self, image: Tensor, label: Tensor | None) -> None:
         axes = image.ndim - 2
         if axes not in (2, 3, 4) or not image.is_floating_point() or not image.numel():
-            raise DataError(
-                "image: expected floats (batch, channels, *space) with 2 or 3 axes of space, or "
-                f"time and 3, got {tuple(image.shape)} {image.dtype}"
-            )
-        if label is not None and (label.shape != (len(image), 1, *image.shape[2:]) or label.is_floating_point()):
-            raise DataError(
-                f"label: expected integers {(len(image), 1, *image.shape[2:])}, got {tuple(label.shape)} {label.dtype}"
-            )
+            expected = "floats (batch, channels, *space) with 2 or 3 axes of space, or time and 3"
+            raise DataError(f"image: expected {expected}, got {tuple(image.shape)} {image.dtype}")
+        expected_shape = (len(image), 1, *image.shape[2:])
+        if label is not None and (label.shape != expected_shape or label.is_floating_point()):
+            raise DataError(f"label: expected integers {expected_shape}, got {tuple(label.shape)} {label.dtype}")
         if any(not 0 <= axis < axes for axis in self.flip_axes):
             raise DataError(f"flip_axes={self.flip_axes}: axes are 0 to {axes - 1}")
         if self.spacing is not None and len(self.spacing) != (space := _space(image)):
@@ -194,8 +183,7 @@ def sampling_grid(matrix: Tensor, space: Sequence[int], device: torch.device) ->
 
 
 def sample(x: Tensor, grid: Tensor, mode: str) -> Tensor:
-    sampled = F.grid_sample(x.float(), grid, mode, "reflection", align_corners=False)
-    return sampled.to(x.dtype)
+    return F.grid_sample(x.float(), grid, mode, "reflection", align_corners=False).to(x.dtype)
 
 
 def change_intensities(image: Tensor, fine: Sequence[int], generator: torch.Generator) -> None:

@@ -19,7 +19,7 @@ from monai.transforms.croppad.array import ResizeWithPadOrCrop
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folders import class_folders, class_names
+from ndlightnet.data.folders import Notes, class_folders, class_names
 from ndlightnet.data.image.image_sets import ImageSet
 from ndlightnet.data.threads import in_threads
 from ndlightnet.data.volume.datasets import find_inputs
@@ -29,9 +29,7 @@ from ndlightnet.data.volume.volume import Volume, upright
 PERCENTILES = (0.5, 99.5)
 
 
-def list_classes(
-    root: str | Path, notes: list[str] | None = None
-) -> tuple[tuple[str, ...], dict[str, list[tuple[Case, int]]]]:
+def list_classes(root: str | Path, notes: Notes = None) -> tuple[tuple[str, ...], dict[str, list[tuple[Case, int]]]]:
     """Return the sorted names of the classes, and for each split its (case, number of the class). `find_inputs` says
     what a class's folder may hold; a line on entries that are left out of each is added to `notes`. DataError as
     `class_folders` and `find_inputs`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ndlightnet.data.errors import DataError, one_line
-from ndlightnet.data.folders import files_below, report_skipped
+from ndlightnet.data.folders import Notes, files_below, report_skipped
 from ndlightnet.data.volume.dicom_tree import Series, find_series
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, PICTURES, RESULTS, companions, reader_of, stem
@@ -35,7 +35,7 @@ class Dataset:
     test: tuple[Case, ...]
 
 
-def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
+def read_dataset(folder: str | Path, notes: Notes = None) -> Dataset:
     """Reads `dataset.json`, the decathlon's ("modality") or nnU-Net's ("channel_names"), and checks that every file
     exists (the files are not opened). In the decathlon's layout a case has a file for each modality, or one file with
     all of them on its fourth axis; nnU-Net 1 lists CASE.nii.gz for CASE_0000.nii.gz, CASE_0001.nii.gz, .... In
@@ -69,7 +69,7 @@ def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
     return dataset
 
 
-def _read(file: Path, listing: Any, notes: list[str] | None) -> Dataset:
+def _read(file: Path, listing: Any, notes: Notes) -> Dataset:
     if not isinstance(listing, dict):
         raise DataError(f"{file}: should hold a JSON object")
     if "channel_names" in listing:
@@ -157,7 +157,7 @@ def _check_there(path: Path, file: Path) -> None:
 # --------------------------------------------------------------------------------------- nnU-Net
 
 
-def _read_nnunet(file: Path, listing: dict[str, Any], notes: list[str] | None) -> Dataset:
+def _read_nnunet(file: Path, listing: dict[str, Any], notes: Notes) -> Dataset:
     channels = _numbered(file, listing, "channel_names")
     labels = _named_numbers(file, listing.get("labels"))
     ending = listing.get("file_ending")
@@ -181,7 +181,7 @@ def _named_numbers(file: Path, numbers: Any) -> tuple[str, ...]:
     return _in_order(file, "labels", [(number, name) for name, number in numbers.items()])
 
 
-def _split(file: Path, kind: str, ending: str, channels: int, notes: list[str] | None) -> tuple[Case, ...]:
+def _split(file: Path, kind: str, ending: str, channels: int, notes: Notes) -> tuple[Case, ...]:
     """List the cases of images{kind} and labels{kind}; labelsTs may be missing or incomplete."""
     images, labels = (file.parent / f"{what}{kind}" for what in ("images", "labels"))
     if not images.is_dir():
@@ -239,11 +239,7 @@ def _case_of(path: Path) -> Path:
 
 
 def find_inputs(
-    path: str | Path,
-    channels: int = 1,
-    notes: list[str] | None = None,
-    modality: str | None = None,
-    pictures: bool = False,
+    path: str | Path, channels: int = 1, notes: Notes = None, modality: str | None = None, pictures: bool = False
 ) -> list[Case]:
     """List the cases to predict on, from a volume's file (.nii.gz, .nii, .hdr beside its .img, .nrrd, .mha, .mhd), a
     folder with a dataset.json (its test cases), or a folder of such files and of DICOM series at any depth, sorted by

@@ -87,14 +87,11 @@ class Prepare:
             raise ValueError(f"{len(volume.image)} channels for {len(self.intensities)} intensities")
         name = volume.case.name
         if self.plane and volume.image.shape[-1] != 1:
-            raise DataError(
-                f"{volume.case.images[0]}: has {volume.image.shape[-1]} slices, expected a picture "
-                "for data.patch of 2 sizes"
-            )
+            slices = f"has {volume.image.shape[-1]} slices"
+            raise DataError(f"{volume.case.images[0]}: {slices}, expected a picture for data.patch of 2 sizes")
         # indexing by a list makes a copy, which is scaled in place
         image = self._resampled(upright(volume.image[self.channels]), "bilinear", name)
-        for channel, number in zip(image.as_tensor(), self.channels, strict=True):
-            self.intensities[number].scale_(channel)
+        _scale_(image, self.intensities, self.channels)
         if volume.label is None:
             return {"name": name, "image": image}
         label = self._resampled(upright(volume.label), "nearest", name)
@@ -107,10 +104,8 @@ class Prepare:
         edges = [e * n for e, n in zip(volume.pixdim.tolist(), volume.shape[-3:], strict=True)]
         shape = [max(1, round(e / s)) for e, s in zip(edges, self.spacing, strict=True)]
         if int(np.prod([*volume.shape[1:-3], *shape], dtype=np.float64)) > MOST_VOXELS:
-            raise DataError(
-                f"data.spacing: {list(self.spacing)} mm, at which {name} would have the shape "
-                f"{shape}: expected one of at most {MOST_VOXELS} voxels"
-            )
+            fine = f"data.spacing: {list(self.spacing)} mm, at which {name} would have the shape {shape}"
+            raise DataError(f"{fine}: expected one of at most {MOST_VOXELS} voxels")
         return in_space(Spacing(tuple(self.spacing), mode=mode), volume)
 
 
@@ -129,6 +124,10 @@ class ScaleChannelsd(MapTransform):
             if len(scaled[key]) != len(self.intensities):
                 raise ValueError(f"{key}: {len(scaled[key])} channels, expected {len(self.intensities)}")
             scaled[key] = scaled[key][self.channels]  # a copy
-            for channel, number in zip(scaled[key].as_tensor(), self.channels, strict=True):
-                self.intensities[number].scale_(channel)
+            _scale_(scaled[key], self.intensities, self.channels)
         return scaled
+
+
+def _scale_(image: Any, intensities: Sequence[Intensity], channels: Sequence[int]) -> None:
+    for channel, number in zip(image.as_tensor(), channels, strict=True):
+        intensities[number].scale_(channel)

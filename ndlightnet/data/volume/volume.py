@@ -78,10 +78,9 @@ class Volume:
             grid, read = opened.pop(0)  # the last reference to what is open
             if grid.ending != FileGrid.ending and grid.shape[:2] != first.shape[:2]:  # pictures
                 (wide, high), (width, height) = grid.shape[:2], first.shape[:2]
-                raise DataError(  # pixels have no place in space by which to interpolate
-                    f"{grid.path}: is {wide} x {high} pixels, {first.path} is {width} x {height}; "
-                    "expected one size for all channels of a case"
-                )
+                sizes = f"is {wide} x {high} pixels, {first.path} is {width} x {height}"
+                # pixels have no place in space by which to interpolate
+                raise DataError(f"{grid.path}: {sizes}; expected one size for all channels of a case")
             if not _overlap(first, grid):
                 raise DataError(f"{grid.path}: does not overlap {first.path}")
             image, more = _voxels(grid, read)
@@ -235,10 +234,8 @@ def _turns(label: FileGrid, image: FileGrid, over_time: bool) -> Any:
         return turns
     if label.shape[:3] != image.shape[:3]:
         raise DataError(f"{label.path}: has shape {label.shape[:3]}, its image {image.path.name} has {image.shape[:3]}")
-    raise DataError(
-        f"{label.path}: has another affine than its image {image.path.name}; "
-        f"corners are {_apart(label, image):.3g} mm apart"
-    )
+    distance = f"corners are {_apart(label, image):.3g} mm apart"
+    raise DataError(f"{label.path}: has another affine than its image {image.path.name}; {distance}")
 
 
 def _overlap(a: FileGrid, b: FileGrid) -> bool:
