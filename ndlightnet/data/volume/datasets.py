@@ -162,8 +162,8 @@ def _read_nnunet(file: Path, listing: dict[str, Any], notes: Notes) -> Dataset:
     labels = _named_numbers(file, listing.get("labels"))
     ending = listing.get("file_ending")
     if str(ending).lower() not in ALL_ENDINGS:
-        known = ", ".join(ALL_ENDINGS)
-        raise DataError(f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of {known}")
+        expected = ", ".join(ALL_ENDINGS)
+        raise DataError(f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of {expected}")
     training, test = (_split(file, kind, str(ending).lower(), len(channels), notes) for kind in ("Tr", "Ts"))
     return Dataset(file.parent, labels, channels, training, test)
 

@@ -18,7 +18,7 @@ from ndlightnet.data.volume.dicom_headers import (
     VOLUME_TAGS,
     Slice,
     checked,
-    dicom_files,
+    is_dicom,
     kind_of,
     numbers,
     read_header,
@@ -33,8 +33,8 @@ ALIKE = 1e-3  # largest difference of directions and pixel sizes in a series: th
 # Tags that a DICOM-SEG repeats from its source, so that it is filed beside it.
 REFERRED = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID")
 # These may be empty, but the standard requires them; de-identified files lack some.
-FILED = ("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyDate", "StudyTime", "StudyID")
-FILED += ("AccessionNumber", "ReferringPhysicianName")
+FILED = ["PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyDate", "StudyTime", "StudyID"]
+FILED += ["AccessionNumber", "ReferringPhysicianName"]
 
 
 def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
@@ -93,7 +93,7 @@ def _headers(folder: Path, files: Sequence[Path]) -> tuple[list[Any], list[str]]
     if files:  # the files are already selected: each is read whole
         return [read_header(file, voxels=True) for file in files], []
     series: dict[str, list[Any]] = {}
-    for header in map(read_header, dicom_files(folder)):
+    for header in map(read_header, filter(is_dicom, sorted(folder.iterdir()))):
         if kind_of(header) == "":
             series.setdefault(text_of(header, "SeriesInstanceUID"), []).append(header)
     if not series:

@@ -26,9 +26,9 @@ SCALING = ("RescaleSlope", "RescaleIntercept")
 SAME_PLACE = 0.01  # mm
 # What differs between the volumes of one series: echoes, acquisitions, phases, kinds of images,
 # times. A volume is named by the first that tell it apart.
-VOLUME_TAGS = ("EchoNumbers", "EchoTime", "AcquisitionNumber", "TemporalPositionIdentifier")
-VOLUME_TAGS += ("NominalPercentageOfCardiacPhase", "TriggerTime", "ImageType", "InversionTime", "FlipAngle")
-VOLUME_TAGS += ("DiffusionBValue", "KVP", "ConvolutionKernel", "FrameReferenceTime", "AcquisitionTime", "ContentTime")
+VOLUME_TAGS = ["EchoNumbers", "EchoTime", "AcquisitionNumber", "TemporalPositionIdentifier"]
+VOLUME_TAGS += ["NominalPercentageOfCardiacPhase", "TriggerTime", "ImageType", "InversionTime", "FlipAngle"]
+VOLUME_TAGS += ["DiffusionBValue", "KVP", "ConvolutionKernel", "FrameReferenceTime", "AcquisitionTime", "ContentTime"]
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,6 @@ class Slice:
     @property
     def normal(self) -> Numbers:
         return np.cross(self.along_row, self.along_column)
-
-
-def dicom_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that are marked as DICOM, whatever their ending."""
-    return [file for file in sorted(folder.iterdir()) if is_dicom(file)]
 
 
 def is_dicom(file: Path) -> bool:

@@ -120,9 +120,12 @@ def test_same_arguments_same_bytes(tmp_path: Path, make: Any, sizes: tuple[int, 
 def test_arguments(tmp_path: Path, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"at least 6 clips .* 2 frames, and an even size .* expected, got"):
         make_moving_digits(tmp_path / "a", **wrong)
-    if wrong in ({"train": 5}, {"test": 5}):
-        with pytest.raises(ValueError, match="at least 10 pictures"):
-            make_coloured_digits(tmp_path / "a", **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"train": 9}, {"test": 9}, {"size": 15}])
+def test_arguments_of_pictures(tmp_path: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 10 pictures in train and test, and a size from 16 expected, got"):
+        make_coloured_digits(tmp_path / "a", **wrong)
 
 
 def test_still_digits_are_the_same_in_every_run() -> None:

@@ -29,8 +29,8 @@ AFFINE = np.array(
 SHAPE = (9, 7, 11)
 
 
-def real(*parts: str) -> Path:
-    path = SHARED.joinpath(*parts)
+def real(*names: str) -> Path:
+    path = SHARED.joinpath(*names)
     if not path.exists():
         pytest.skip(f"no real data at {path}")
     return path

@@ -111,8 +111,8 @@ def test_classes_come_up_evenly():
     within five."""
     data = crops(1.0, cases=[prepared((20, 12, 20), 0)])
     classes = [set(data[n][1].unique().tolist()) - {0} for n in range(500)]
-    assert all(len(shown) == 1 for shown in classes)  # the two are too far apart for one crop
-    assert abs(sum({1} == shown for shown in classes) / 500 - 0.5) < 0.11 and {2} in classes
+    assert all(len(present) == 1 for present in classes)  # the two are too far apart for one crop
+    assert abs(sum({1} == present for present in classes) / 500 - 0.5) < 0.11 and {2} in classes
 
 
 @pytest.mark.parametrize("foreground", [0.0, 1.0])

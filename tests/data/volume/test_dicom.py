@@ -240,12 +240,12 @@ def test_real_dicom_lies_under_its_labels(tmp_path):
     labels, names = real("ct_torso", "dicom_labels.nii.gz"), real("ct_torso", "labels.json")
     volume = Volume.read(replace(case, label=labels))
     assert volume.image.shape == (1, 512, 512, 20) and -1024 <= float(volume.image.min()) < -900
-    given = nibabel.load(labels)
-    to_label = np.linalg.inv(given.affine) @ volume.image.affine.numpy()
+    label_image = nibabel.load(labels)
+    to_label = np.linalg.inv(label_image.affine) @ volume.image.affine.numpy()
     flip = np.sign(np.diag(to_label)[:3]).astype(int)
     np.testing.assert_allclose(to_label[:3, :3], np.diag(flip), atol=1e-6)
-    np.testing.assert_allclose(to_label[:3, 3], (flip < 0) * (np.array(given.shape) - 1), atol=1e-3)
-    matched = np.asarray(given.dataobj)[:: flip[0], :: flip[1], :: flip[2]]
+    np.testing.assert_allclose(to_label[:3, 3], (flip < 0) * (np.array(label_image.shape) - 1), atol=1e-3)
+    matched = np.asarray(label_image.dataobj)[:: flip[0], :: flip[1], :: flip[2]]
     np.testing.assert_array_equal(volume.label[0].numpy(), matched)
     hu = {
         name: float(np.median(volume.image[0].numpy()[matched == int(n)]))
@@ -255,6 +255,6 @@ def test_real_dicom_lies_under_its_labels(tmp_path):
     assert 70 < hu["liver"] < 140 and 70 < hu["spleen"] < 160 and 30 < hu["autochthon_left"] < 80
     assert hu["vertebrae_T12"] > 120 and hu["humerus_left"] > 120 and hu["rib_left_9"] > 150
     volume.save_labels(np.ascontiguousarray(matched), tmp_path / "out.nii.gz")
-    ours, theirs = (nibabel.as_closest_canonical(i) for i in (nibabel.load(tmp_path / "out.nii.gz"), given))
+    ours, theirs = (nibabel.as_closest_canonical(i) for i in (nibabel.load(tmp_path / "out.nii.gz"), label_image))
     np.testing.assert_allclose(ours.affine, theirs.affine, atol=1e-4)
     np.testing.assert_array_equal(np.asarray(ours.dataobj), np.asarray(theirs.dataobj))

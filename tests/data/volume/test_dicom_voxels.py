@@ -25,10 +25,10 @@ def lossless_jpeg(values: np.ndarray, bits: int, predictor: int) -> bytes:
     a Huffman code of 5 bits."""
     rows, columns = values.shape
     v = values.astype(int)
-    left, up, corner = (np.roll(v, shift, (0, 1)) for shift in ((0, 1), (1, 0), (1, 1)))
-    slopes = left + (up - corner >> 1), up + (left - corner >> 1)
-    guess = [left, up, corner, left + up - corner, *slopes, left + up >> 1][predictor - 1]
-    guess[0], guess[1:, 0], guess[0, 0] = left[0], up[1:, 0], 1 << bits - 1
+    west, north, corner = (np.roll(v, shift, (0, 1)) for shift in ((0, 1), (1, 0), (1, 1)))
+    slopes = west + (north - corner >> 1), north + (west - corner >> 1)
+    guess = [west, north, corner, west + north - corner, *slopes, west + north >> 1][predictor - 1]
+    guess[0], guess[1:, 0], guess[0, 0] = west[0], north[1:, 0], 1 << bits - 1
     stream = ""
     for step in ((v - guess + 2**15) % 2**16 - 2**15).ravel():
         size = int(abs(step)).bit_length()
