@@ -1,5 +1,5 @@
-"""The error class of `ndlightnet.data`, names escaped so that they are harmless as text, and files
-that appear complete or not at all."""
+"""The error class of `ndlightnet.data`, names escaped so that they are harmless as text, and files that appear complete
+or not at all."""
 
 import hashlib
 import os
@@ -20,25 +20,24 @@ NAME_BYTES = 160  # file systems allow 255; endings, and the prefix of a draft, 
 
 
 class DataError(ValueError):
-    """Error for a file or folder that cannot be used. The message is one line: the path, then what
-    is wrong. Its control characters are escaped here, and its middle is left out if it is longer
-    than 1,000 characters."""
+    """Error for a file or folder that cannot be used. The message is one line: the path, then what is wrong. Its
+    control characters are escaped here, and its middle is left out if it is longer than 1,000 characters."""
 
     def __init__(self, message: object) -> None:
         super().__init__(_cut(printable(message), 1000))
 
 
 def printable(name: object) -> str:
-    """Return a file name, a label or a whole message as one line that a terminal can show:
-    control and format characters, line breaks and bytes that are not UTF-8 become escapes
-    (`\\n`, `\\x1b`, `\\udcff`), all other characters stay. A second call changes nothing."""
+    """Return a file name, a label or a whole message as one line that a terminal can show: control and format
+    characters, line breaks and bytes that are not UTF-8 become escapes (`\\n`, `\\x1b`, `\\udcff`), all other
+    characters stay. A second call changes nothing."""
     escaped = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Cf holds bidirectional overrides, Cs bare bytes
     return "".join(x.encode("unicode_escape").decode() if unicodedata.category(x) in escaped else x for x in str(name))
 
 
 def cell(value: object) -> object:
-    """Return a value as a cell of a CSV file. Text that a spreadsheet would take for a formula
-    (OWASP, CSV injection) gets an apostrophe before it, other text is `printable`; numbers stay."""
+    """Return a value as a cell of a CSV file. Text that a spreadsheet would take for a formula (OWASP, CSV injection)
+    gets an apostrophe before it, other text is `printable`; numbers stay."""
     if not isinstance(value, str):
         return value
     text = printable(value)
@@ -56,9 +55,8 @@ def check_unique(place: object, columns: Iterable[str]) -> None:
 
 
 def file_name(name: str) -> str:
-    """Return `name` as the start of file names: printable, without slashes, at most NAME_BYTES in
-    UTF-8. A changed name ends in ~ and a hash of the original, an unchanged one never does: two
-    different names stay different."""
+    """Return `name` as the start of file names: printable, without slashes, at most NAME_BYTES in UTF-8. A changed name
+    ends in ~ and a hash of the original, an unchanged one never does: two different names stay different."""
     plain = printable(name).replace("/", "_")
     marked = re.search("~[0-9a-f]{16}$", name)
     if plain == name and len(name.encode()) <= NAME_BYTES and not marked:
@@ -68,8 +66,8 @@ def file_name(name: str) -> str:
 
 
 def one_line(problem: object) -> str:
-    """Return the text of an exception, or of any object, without line breaks, in at most 160
-    characters. Of a longer text both ends are left: some libraries say last what is wrong."""
+    """Return the text of an exception, or of any object, without line breaks, in at most 160 characters. Of a longer
+    text both ends are left: some libraries say last what is wrong."""
     text = printable(" ".join(str(problem).split())) or type(problem).__name__
     return _cut(text, 160)
 
@@ -81,22 +79,20 @@ def _cut(text: str, most: int) -> str:
 
 @contextmanager
 def fitting(path: object) -> Iterator[None]:
-    """Raise a DataError that names `path` if the block runs out of memory, the host's or a
-    device's."""
+    """Raise a DataError that names `path` if the block runs out of memory, the host's or a device's."""
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise DataError(f"{path}: does not fit into memory ({one_line(error)})") from error
-    except RuntimeError as error:  # torch has no exception class for the host's
-        if "DefaultCPUAllocator" not in str(error):
+    except (MemoryError, RuntimeError) as error:  # torch has an exception class for a device's memory only
+        full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+        if not full:
             raise
         raise DataError(f"{path}: does not fit into memory ({one_line(error)})") from error
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn any exception of the block into a DataError that names `path`: decoders of gzip, NIfTI,
-    DICOM and JPEG raise exceptions of many classes."""
+    """Turn any exception of the block into a DataError that names `path`: decoders of gzip, NIfTI, DICOM and JPEG raise
+    exceptions of many classes."""
     try:
         with fitting(path):
             yield
@@ -108,8 +104,7 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Turn an error of the disk in the block, such as a full disk, into a DataError that names
-    `path`."""
+    """Turn an error of the disk in the block, such as a full disk, into a DataError that names `path`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -122,8 +117,8 @@ def writable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a draft beside `path`, with the same ending, that becomes `path` if the block raises
-    nothing. The folder is made if needed. Raises DataError when it cannot be written."""
+    """Yield a draft beside `path`, with the same ending, that becomes `path` if the block raises nothing. The folder is
+    made if needed. Raises DataError when it cannot be written."""
     draft = path.with_name(f".{os.getpid()}.part.{path.name}")
     try:
         with writable(path):
@@ -138,8 +133,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def clear_drafts(folder: Path) -> None:
-    """Remove the drafts that killed processes have left in `folder` and in its direct subfolders;
-    drafts of live processes stay."""
+    """Remove the drafts that killed processes have left in `folder` and in its direct subfolders; drafts of live
+    processes stay."""
     for draft in [*folder.glob(".*.part.*"), *folder.glob("*/.*.part.*")]:
         process = draft.name.split(".")[1]
         if process.isdigit() and draft.is_file() and not _lives(int(process)):
@@ -147,8 +142,8 @@ def clear_drafts(folder: Path) -> None:
 
 
 def _lives(process: int) -> bool:
-    """Return whether another process with this number exists. (In a container the number of a
-    killed process is soon used again, possibly by this process.)"""
+    """Return whether another process with this number exists. (In a container the number of a killed process is soon
+    used again, possibly by this process.)"""
     if process == os.getpid():
         return False
     if os.name != "posix":
@@ -158,14 +153,14 @@ def _lives(process: int) -> bool:
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):
-        return True
+        pass
     return True
 
 
 def first_good(read: Callable[[int], T], index: int, count: int) -> tuple[T, int, str]:
-    """Return (read(n), n, problem) of the first of `count` samples, from `index` on and then from
-    the first, that can be read: TRIES are tried. `problem`, else "", says what was wrong with that
-    of `index`. DataError if none can be read."""
+    """Return (read(n), n, problem) of the first of `count` samples, from `index` on and then from the first, that can
+    be read: TRIES are tried. `problem`, else "", says what was wrong with that of `index`. DataError if none can be
+    read."""
     problem, tried = "", min(TRIES, count)
     for number in range(index, index + tried):
         number %= count

@@ -50,8 +50,8 @@ def first_of_each(labels: Sequence[int], fraction: float, groups: Sequence[str] 
 
 
 def read_groups(root: Path, column: str, paths: Sequence[Path]) -> list[str]:
-    """Return what `root/clips.csv`, a table with a column `path` from `root`, has in `column` for
-    each path; a path without an entry is a group of its own."""
+    """Return what `root/clips.csv`, a table with a column `path` from `root`, has in `column` for each path; a path
+    without an entry is a group of its own."""
     file = root / "clips.csv"
     with readable(file), file.open(newline="", encoding="utf-8-sig") as text:
         rows = csv.DictReader(text)

@@ -9,15 +9,15 @@ from ndlightnet.data.errors import DataError, printable, readable
 
 DATA_VARIABLE = "NDLIGHTNET_DATA"
 NAMED = 3  # names of left-out entries in a note
+Notes = list[str] | None  # a list that gets lines for the user, if one is given
 
 
 def find_root(root: str | Path) -> Path:
     """Return the file or folder that a config's `root` means.
 
-    A relative `root` that does not exist from the working folder is taken from the folder that the
-    environment variable NDLIGHTNET_DATA names, if it exists there. In all other cases `root` is
-    returned as it is: absolute, existing, drawn later (phantoms and digits), or missing everywhere, so
-    that an error names what the config says.
+    A relative `root` that does not exist from the working folder is taken from the folder that the environment variable
+    NDLIGHTNET_DATA names, if it exists there. In all other cases `root` is returned as it is: absolute, existing, drawn
+    later (phantoms and digits), or missing everywhere, so that an error names what the config says.
     """
     root, base = Path(root), os.environ.get(DATA_VARIABLE)
     if not base or root.is_absolute() or root.exists():
@@ -59,7 +59,7 @@ def files_below(
     return walk(os.fspath(folder))
 
 
-def list_files(path: Path, endings: tuple[str, ...] = ("",), notes: list[str] | None = None) -> list[str]:
+def list_files(path: Path, endings: tuple[str, ...] = ("",), notes: Notes = None) -> list[str]:
     """Return the file `path`, or the files of a folder, at any depth, whose names end in `endings` (in lower case); as
     text, for a million Path objects take seconds. A line on the other files is added to `notes`. DataError if there is
     none."""
@@ -90,7 +90,7 @@ def class_names(split: Path) -> tuple[str, ...]:
     return names
 
 
-def class_folders(split: Path, classes: Sequence[str], notes: list[str] | None = None) -> list[tuple[Path, int]]:
+def class_folders(split: Path, classes: Sequence[str], notes: Notes = None) -> list[tuple[Path, int]]:
     """Return the class folders in a split, each with the number of its class. A line on other entries is added to
     `notes`. DataError for a class that `classes` lack, and for no class folder."""
     entries = _visible(split)
@@ -114,10 +114,10 @@ def _visible(split: Path) -> list[Path]:
         return sorted(entry for entry in split.iterdir() if not entry.name.startswith("."))
 
 
-def report_skipped(entries: Iterable[Path], folder: Path, expected: str, notes: list[str] | None) -> None:
-    """Add a line to `notes` if there are `entries` below the folder, which are not read: how many,
-    of many also of which kinds, the first names, and what is expected. Hidden entries do not count,
-    they are left-overs: "._ct.nii.gz" of macOS archives, unfinished writes."""
+def report_skipped(entries: Iterable[Path], folder: Path, expected: str, notes: Notes) -> None:
+    """Add a line to `notes` if there are `entries` below the folder, which are not read: how many, of many also of
+    which kinds, the first names, and what is expected. Hidden entries do not count, they are left-overs: "._ct.nii.gz"
+    of macOS archives, unfinished writes."""
     visible = [entry for entry in entries if not entry.name.startswith(".")]
     names = sorted(printable(entry.relative_to(folder)) for entry in visible)
     if notes is not None and names:

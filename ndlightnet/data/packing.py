@@ -36,19 +36,16 @@ class PackCollate:
 
 
 class PadCollate:
-    """Collate function: items (sample, label, ...) to (batch, mask, labels, ...), padded with zeros
-    to the largest: samples (channels, *space), batch (batch, channels, *largest), mask bool (batch,
-    *largest), False = padding."""
+    """Collate function: items (sample, label, ...) to (batch, mask, labels, ...), padded with zeros to the largest:
+    samples (channels, *space), batch (batch, channels, *largest), mask bool (batch, *largest), False = padding."""
 
     def __call__(self, items: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
         samples: list[Tensor] = [item[0] for item in items]
         first = samples[0]
         for i, x in enumerate(samples):
             if x.ndim != first.ndim or x.ndim < 2 or len(x) != len(first):
-                raise ValueError(
-                    f"samples[{i}] {tuple(x.shape)}: expected (channels, *space), with as many "
-                    f"channels and axes as samples[0] {tuple(first.shape)}"
-                )
+                expected = f"as many channels and axes as samples[0] {tuple(first.shape)}"
+                raise ValueError(f"samples[{i}] {tuple(x.shape)}: expected (channels, *space), with {expected}")
         largest = [max(sizes) for sizes in zip(*(x.shape[1:] for x in samples), strict=True)]
         batch = first.new_zeros(len(samples), len(first), *largest)
         mask = torch.zeros(len(samples), *largest, dtype=torch.bool)
@@ -62,8 +59,8 @@ class PadCollate:
 class TokenBudgetSampler(Sampler[list[int]]):
     """Sampler of batches of at most `budget` tokens, for `DataLoader(batch_sampler=...)`.
 
-    Every sample comes once per epoch. The number of batches is the same in every epoch and on every
-    replica, as trainers count batches only once; their numbers of tokens differ by little.
+    Every sample comes once per epoch. The number of batches is the same in every epoch and on every replica, as
+    trainers count batches only once; their numbers of tokens differ by little.
 
     Lightning makes the iterator of a resumed training before it sets the epoch: use
     `ndlightnet.training.core.data_module.TimedLoader` as the DataLoader, which draws batches later.
@@ -97,9 +94,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
     def _enough(self) -> int:
         """Return a number of batches that suffices for all samples, in any order within groups.
 
-        A sample goes into the batch with the fewest tokens, which is no more than the mean. So it
-        fits if there are (tokens of all samples before it) / (budget - its tokens) batches, or if
-        there is a batch for each sample.
+        A sample goes into the batch with the fewest tokens, which is no more than the mean. So it fits if there are
+        (tokens of all samples before it) / (budget - its tokens) batches, or if there is a batch for each sample.
         """
         most, count, tokens = 1, 0, 0
         for group in self._groups:

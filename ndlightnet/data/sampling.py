@@ -1,5 +1,5 @@
-"""Order and random draws of training samples, from a seed and a number alone: a resumed training
-gets the same samples as an uninterrupted one, with any number of workers."""
+"""Order and random draws of training samples, from a seed and a number alone: a resumed training gets the same samples
+as an uninterrupted one, with any number of workers."""
 
 from __future__ import annotations
 

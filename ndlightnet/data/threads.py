@@ -17,8 +17,7 @@ THREADS = min(4, os.cpu_count() or 1)
 def in_threads(
     function: Callable[[Item], Result], items: Sequence[Item], title: str, progress: bool = True, workers: int = THREADS
 ) -> list[Result]:
-    """Return `[function(item) for item in items]`, with a progress bar. The first error cancels the
-    rest."""
+    """Return `[function(item) for item in items]`, with a progress bar. The first error cancels the rest."""
     from rich.progress import track
 
     pool = ThreadPoolExecutor(max(1, workers))

@@ -47,8 +47,8 @@ def test_a_data_error_is_one_line_also_from_a_worker(tmp_path: Path) -> None:
 
 
 def test_long_messages_keep_their_ends(tmp_path: Path) -> None:
-    said = one_line("begin " + 1000 * "a" + " end")
-    assert said.startswith("begin a") and said.endswith("a end") and len(said) <= 160
+    text = one_line("begin " + 1000 * "a" + " end")
+    assert text.startswith("begin a") and text.endswith("a end") and len(text) <= 160
     assert one_line(160 * "a") == 160 * "a"
     long = str(DataError(tmp_path / ("a" * 5000) / "b"))
     assert long.startswith(str(tmp_path)) and long.endswith("/b") and len(long) <= 1000
@@ -86,6 +86,6 @@ def test_memory_that_runs_out_is_said_in_a_line() -> None:
             huge()
     with pytest.raises(DataError, match=r"^a.nii: does not fit into memory"), readable(Path("a.nii")):
         np.empty(2**58)
-    for other in (RuntimeError("mat1 and mat2"), TypeError("ours"), DataError("b.nii: gone")):
-        with pytest.raises(type(other), match=str(other)), fitting("a.nii"):
-            raise other
+    for error in (RuntimeError("mat1 and mat2"), TypeError("ours"), DataError("b.nii: gone")):
+        with pytest.raises(type(error), match=str(error)), fitting("a.nii"):
+            raise error

@@ -84,17 +84,17 @@ def test_readers_of_every_kind_use_them(tmp_path: Path, kind: str) -> None:
     notes: list[str] = []
     if kind == "images":
         splits = [list_images(tmp_path / split, ("a", "b"), notes) for split in ("train", "test")]
-        found = [[(files.path(n), label) for n, label in enumerate(files.labels.tolist())] for files in splits]
+        samples = [[(files.path(n), label) for n, label in enumerate(files.labels.tolist())] for files in splits]
     elif kind == "videos":
         videos = read_video_folder(tmp_path, notes)
         assert videos.classes == ("a", "b")
-        found = [[tuple(sample) for sample in samples] for samples in (videos.train, videos.test)]
+        samples = [[tuple(sample) for sample in split] for split in (videos.train, videos.test)]
     else:
         classes, cases = list_classes(tmp_path, notes)
         assert classes == ("a", "b") and list(cases) == ["train", "test"]
-        found = [[(case.images[0], label) for case, label in split] for split in cases.values()]
+        samples = [[(case.images[0], label) for case, label in split] for split in cases.values()]
     train, test = tmp_path / "train", tmp_path / "test"
-    assert found == [
+    assert samples == [
         [(train / f"a/x{ending}", 0), (train / f"b/1{ending}", 1), (train / f"b/2{ending}", 1)],
         [(test / f"b/3{ending}", 1)],
     ]
@@ -105,25 +105,30 @@ def test_readers_of_every_kind_use_them(tmp_path: Path, kind: str) -> None:
 
 
 def test_folders_that_cannot_be_used(folder: Path) -> None:
-    refuses(lambda: class_names(folder / "gone"), folder / "gone", "no such folder, expected one with a folder")
-    refuses(lambda: class_names(folder / "gone" / "train"), folder / "gone", "no such folder$")
-    refuses(lambda: class_names(folder / "dog"), folder / "dog", r"has the classes \['deep'\], expected two or more")
-    refuses(lambda: class_folders(folder, ("cat",)), folder / "dog", r"a class that training lacks, it has \['cat'\]")
-    empty = folder.parent / "val"
-    empty.mkdir()
-    refuses(lambda: class_folders(empty, ("cat",)), empty, "has no folder of a class, expected one for each")
-    refuses(lambda: list_files(empty, IMAGES), empty, r"has no file to read, expected \.png, \.jpg")
-    refuses(lambda: list_files(folder / "gone"), folder / "gone", "no such file or folder")
+    (empty := folder.parent / "val").mkdir()
+    for read, path, words in (
+        (class_names, folder / "gone", "no such folder, expected one with a folder"),
+        (class_names, folder / "dog", r"has the classes \['deep'\], expected two or more"),
+        (lambda path: class_names(path / "train"), folder / "gone", "no such folder$"),
+        (
+            lambda path: class_folders(path.parent, ("cat",)),
+            folder / "dog",
+            r"a class that training lacks, it has \['cat'\]",
+        ),
+        (lambda path: class_folders(path, ("cat",)), empty, "has no folder of a class, expected one for each"),
+        (lambda path: list_files(path, IMAGES), empty, r"has no file to read, expected \.png, \.jpg"),
+        (list_files, folder / "gone", "no such file or folder"),
+    ):
+        refuses(lambda read=read, path=path: read(path), path, words)
 
 
 def test_links_and_permissions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links are followed, but not round in circles."""
-    other = folder.parent / "other"
-    other.mkdir()
-    (other / "a.png").touch()
-    (folder / "cat" / "more").symlink_to(other)
-    (other / "back").symlink_to(folder / "cat")
-    (other / "dangling.png").symlink_to("/nowhere")
+    (linked := folder.parent / "linked").mkdir()
+    (linked / "a.png").touch()
+    (folder / "cat" / "more").symlink_to(linked)
+    (linked / "back").symlink_to(folder / "cat")
+    (linked / "dangling.png").symlink_to("/nowhere")
     notes: list[str] = []
     assert len(list_files(folder / "cat", IMAGES, notes)) == 3
     assert notes == [f"{folder}/cat: 1 entry is left out: more/dangling.png (expected .png, .jpg)"]
@@ -182,27 +187,22 @@ def store(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("root", ["ett", "text/enwik8.xz", Path("ett")])
-def test_a_relative_root_is_found_in_the_store(store, root):
+def test_a_relative_root_is_taken_from_the_store(store, monkeypatch, root):
+    assert find_root(root) == store / root
+    monkeypatch.setenv("HOME", str(store.parent))
+    monkeypatch.setenv(DATA_VARIABLE, "~/store")
     assert find_root(root) == store / root
 
 
-def test_the_working_folder_goes_first(store):
-    Path("ett").mkdir()
-    assert find_root("ett") == Path("ett")
-
-
-@pytest.mark.parametrize("root", ["runs/phantoms/data", "/ett"])
-def test_what_is_not_there_or_absolute_stays(store, root):
+@pytest.mark.parametrize("root", ["runs/phantoms/data", "/ett", "work"])
+def test_any_other_root_stays(store, root):
+    """It exists nowhere, is absolute or lies in the working folder."""
+    (store / "work").mkdir()
+    Path("work").mkdir()
     assert find_root(root) == Path(root)
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_without_the_variable_a_root_stays(store, monkeypatch, value):
+def test_without_a_store_a_root_stays(store, monkeypatch, value):
     monkeypatch.delenv(DATA_VARIABLE) if value is None else monkeypatch.setenv(DATA_VARIABLE, value)
     assert find_root("ett") == Path("ett")
-
-
-def test_the_variable_may_begin_with_a_tilde(store, monkeypatch):
-    monkeypatch.setenv("HOME", str(store.parent))
-    monkeypatch.setenv(DATA_VARIABLE, "~/store")
-    assert find_root("ett") == store / "ett"

@@ -17,27 +17,21 @@ SPACES = {1: [(9,), (2,), (14,)], 2: [(5, 4), (2, 9), (1, 1)], 3: [(3, 4, 5), (2
 each_rank = pytest.mark.parametrize("spaces", SPACES.values(), ids=SPACES)
 
 
-def items(spaces):
+def items_of(spaces):
     return [(torch.randn(2, *space), i, f"n{i}") for i, space in enumerate(spaces)]
 
 
 @each_rank
 @pytest.mark.parametrize("patch", [1, 2, 3])
 def test_packed_batch(spaces, patch):
-    made = items(spaces)
-    packed, labels, names = pickle.loads(pickle.dumps(PackCollate(patch)))(made)
-    expected = pack([x for x, *_ in made], patch)
+    batch_items = items_of(spaces)
+    packed, labels, names = pickle.loads(pickle.dumps(PackCollate(patch)))(batch_items)
+    expected = pack([x for x, *_ in batch_items], patch)
     assert torch.equal(packed.values, expected.values)
     assert packed.layout.shapes == expected.layout.shapes
+    assert tuple(token_count(space, patch) for space in spaces) == expected.layout.lengths
     assert labels.tolist() == list(range(len(spaces)))
     assert list(names) == [f"n{i}" for i in range(len(spaces))]
-
-
-@each_rank
-@pytest.mark.parametrize("patch", [1, 2, 3])
-def test_tokens_of_a_space(spaces, patch):
-    expected = pack([x for x, *_ in items(spaces)], patch).layout.lengths
-    assert tuple(token_count(space, patch) for space in spaces) == expected
 
 
 def test_tokens_with_a_patch_of_its_own_for_each_axis():
@@ -48,21 +42,21 @@ def test_tokens_with_a_patch_of_its_own_for_each_axis():
 
 @each_rank
 def test_padded_batch(spaces):
-    made = items(spaces)
-    batch, mask, labels, names = pickle.loads(pickle.dumps(PadCollate()))(made)
+    batch_items = items_of(spaces)
+    batch, mask, labels, names = pickle.loads(pickle.dumps(PadCollate()))(batch_items)
     largest = tuple(max(sizes) for sizes in zip(*spaces, strict=True))
     assert batch.shape == (len(spaces), 2, *largest) and mask.shape == (len(spaces), *largest)
     assert mask.dtype == torch.bool and labels.tolist() == list(range(len(spaces)))
     assert len(names) == len(spaces)
-    for (x, *_), row, here in zip(made, batch, mask, strict=True):
-        inside = tuple(slice(size) for size in x.shape[1:])
-        assert torch.equal(row[(slice(None), *inside)], x) and here[inside].all()
-        assert here.sum() == math.prod(x.shape[1:]) and not row[:, ~here].any()
+    for (x, *_), row, inside in zip(batch_items, batch, mask, strict=True):
+        place = tuple(slice(size) for size in x.shape[1:])
+        assert torch.equal(row[(slice(None), *place)], x) and inside[place].all()
+        assert inside.sum() == math.prod(x.shape[1:]) and not row[:, ~inside].any()
 
 
 def test_samples_without_labels():
-    made = [(torch.randn(2, n),) for n in (3, 5)]
-    assert len(PackCollate(1)(made)) == 1 and len(PadCollate()(made)) == 2
+    batch_items = [(torch.randn(2, n),) for n in (3, 5)]
+    assert len(PackCollate(1)(batch_items)) == 1 and len(PadCollate()(batch_items)) == 2
 
 
 def test_packed_words():
@@ -78,16 +72,16 @@ def test_samples_that_do_not_belong_together(collate, second):
 
 
 def test_in_a_loader_with_a_worker():
-    made = [(torch.full((1, n), float(n)), n) for n in (3, 8, 2, 5, 5, 4)]
-    sampler = TokenBudgetSampler([token_count((n,), 2) for _, n in made], budget=6)
-    loader = DataLoader(made, batch_sampler=sampler, collate_fn=PackCollate(2), num_workers=1)  # type: ignore[arg-type, var-annotated]
-    seen = []
+    batch_items = [(torch.full((1, n), float(n)), n) for n in (3, 8, 2, 5, 5, 4)]
+    sampler = TokenBudgetSampler([token_count((n,), 2) for _, n in batch_items], budget=6)
+    loader = DataLoader(batch_items, batch_sampler=sampler, collate_fn=PackCollate(2), num_workers=1)  # type: ignore[arg-type, var-annotated]
+    drawn = []
     for packed, labels in loader:
         assert packed.layout.length <= 6 and len(packed) == len(labels)
-        for part, label in zip(packed.unpack(), labels.tolist(), strict=True):
-            assert part.flatten()[:label].tolist() == [label] * label
-        seen += labels.tolist()
-    assert len(loader) == len(sampler) and sorted(seen) == sorted(n for _, n in made)
+        for sample, label in zip(packed.unpack(), labels.tolist(), strict=True):
+            assert sample.flatten()[:label].tolist() == [label] * label
+        drawn += labels.tolist()
+    assert len(loader) == len(sampler) and sorted(drawn) == sorted(n for _, n in batch_items)
 
 
 def sampler_of(rank: int, replicas: int, *arguments) -> TokenBudgetSampler:
@@ -103,7 +97,7 @@ lengths = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 @given(lengths, st.integers(0, 900), st.integers(1, 5), st.integers(0, 3), st.booleans())
 def test_every_epoch_shows_every_sample_within_the_budget(lengths, more, replicas, epoch, shuffle):
     budget = max(lengths) + more
-    seen, counts = [], set()
+    drawn, counts = [], set()
     for rank in range(replicas):
         sampler = sampler_of(rank, replicas, lengths, budget, shuffle, 5)
         counts.add(len(sampler))
@@ -111,11 +105,11 @@ def test_every_epoch_shows_every_sample_within_the_budget(lengths, more, replica
         batches = list(sampler)
         counts |= {len(batches), len(sampler)}
         assert all(batches) and all(sum(lengths[i] for i in b) <= budget for b in batches)
-        seen += [i for batch in batches for i in batch]
+        drawn += [i for batch in batches for i in batch]
     assert len(counts) == 1
-    assert set(seen) == set(range(len(lengths)))
+    assert set(drawn) == set(range(len(lengths)))
     # samples come twice only where a replica would get an empty batch
-    assert len(seen) == len(lengths) or counts.pop() * replicas > len(lengths)
+    assert len(drawn) == len(lengths) or counts.pop() * replicas > len(lengths)
 
 
 def test_batches_are_nearly_full():
@@ -141,19 +135,16 @@ def test_order_of_epochs():
     first = epoch(0)
     assert first == epoch(0) != epoch(1)
     assert {frozenset(batch) for batch in first} != {frozenset(batch) for batch in epoch(1)}
-    other = TokenBudgetSampler(sampler.lengths, 40, seed=1)
-    assert list(other) != first
-    still = TokenBudgetSampler(sampler.lengths, 40, shuffle=False)
-    before = list(still)
-    still.set_epoch(1)
-    assert list(still) == before
+    assert list(TokenBudgetSampler(sampler.lengths, 40, seed=1)) != first
+    sampler.shuffle = False
+    assert epoch(0) == epoch(1)
 
 
 def test_replicas_share_the_batches_of_one():
     lengths = [1 + i % 7 for i in range(100)]
-    parts = [list(sampler_of(rank, 3, lengths, 40)) for rank in range(3)]
-    assert len({len(part) for part in parts}) == 1
-    assert sorted(i for part in parts for batch in part for i in batch) == list(range(100))
+    shares = [list(sampler_of(rank, 3, lengths, 40)) for rank in range(3)]
+    assert len({*map(len, shares)}) == 1
+    assert sorted(i for share in shares for batch in share for i in batch) == list(range(100))
 
 
 @pytest.mark.parametrize("arguments, text", [(([], 5), "lengths"), (([3, 6, 2], 5), r"lengths\[1\]=6.*budget=5")])

@@ -21,22 +21,18 @@ class Drawing:
         return index, float(torch.rand((), dtype=torch.float64))
 
 
-def test_a_visit_follows_from_seed_and_number():
-    visits = SeededSamples(Drawing(), 3)
-    found = [visits[n] for n in range(40)]
-    again = SeededSamples(Drawing(), 3)
+def test_a_sample_follows_from_seed_and_number():
+    samples = SeededSamples(Drawing(), 3)
+    draws = [samples[n] for n in range(40)]
     torch.manual_seed(99)
-    assert [again[n] for n in reversed(range(40))] == found[::-1]
-    assert len({drawn for _, drawn in found}) == 40
-    other = SeededSamples(Drawing(), 4)
-    assert not {drawn for _, drawn in found} & {other[n][1] for n in range(40)}
-    rounds = [[index for index, _ in found[n : n + 5]] for n in range(0, 40, 5)]
-    assert all(sorted(one) == list(range(5)) for one in rounds)
-    assert len({tuple(one) for one in rounds}) > 4
-    assert len(visits) == 5
+    assert [SeededSamples(Drawing(), 3)[n] for n in reversed(range(40))] == draws[::-1]
+    assert len({*draws}) == 40 and {*draws}.isdisjoint(SeededSamples(Drawing(), 4)[n] for n in range(40))
+    rounds = [tuple(index for index, _ in draws[n : n + 5]) for n in range(0, 40, 5)]
+    assert all(sorted(one) == list(range(5)) for one in rounds) and len({*rounds}) > 4
+    assert len(samples) == 5
 
 
-def test_a_visit_leaves_the_generator_as_it_was():
+def test_a_sample_leaves_the_generator_as_it_was():
     """Without workers dropout draws from the same one."""
     before = torch.get_rng_state()
     SeededSamples(Drawing(), 3)[7]
@@ -50,8 +46,7 @@ def test_a_loader_that_is_told_the_epoch_late(workers):
     loader = training_loader(SeededSamples(Drawing(), 3), 4, 2, workers)
     before, iterator = torch.get_rng_state(), iter(loader)
     loader.sampler.set_epoch(3)
-    found = [pair for a, b in iterator for pair in zip(a.tolist(), b.tolist(), strict=True)]
-    assert found == expected
+    assert [pair for a, b in iterator for pair in zip(a.tolist(), b.tolist(), strict=True)] == expected
     assert torch.equal(torch.get_rng_state(), before)  # the network draws from it
     loader.sampler.set_epoch(0)
     assert next(iter(loader))[0].tolist() == [SeededSamples(Drawing(), 3)[n][0] for n in (0, 1)]
@@ -85,17 +80,16 @@ def test_numbers_of_epochs():
 def test_replicas_have_numbers_of_their_own(monkeypatch, count):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    parts = []
+    samplers, numbers = [], []
     for rank in range(2):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        parts.append(SeededSampler(count))
-    assert [len(part) for part in parts] == 2 * [-(-count // 2)]
-    seen = []
+        samplers.append(SeededSampler(count))
+    assert [*map(len, samplers)] == 2 * [-(-count // 2)]
     for epoch in range(3):
-        for part in parts:
-            part.set_epoch(epoch)
-            seen += part
-    assert seen == list(range(len(seen)))
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+            numbers += sampler
+    assert numbers == list(range(len(numbers)))
 
 
 def test_seeds_from_numbers():
@@ -110,14 +104,14 @@ def test_seeds_from_numbers():
 def test_a_plain_loader_takes_the_numbers_as_well():
     numbers = SeededSampler(5)
     numbers.set_epoch(1)
-    (found,) = DataLoader(SeededSamples(Drawing(), 3), batch_size=5, sampler=numbers)
-    assert found[0].tolist() == [SeededSamples(Drawing(), 3)[n][0] for n in range(5, 10)]
+    (batch,) = DataLoader(SeededSamples(Drawing(), 3), batch_size=5, sampler=numbers)
+    assert batch[0].tolist() == [SeededSamples(Drawing(), 3)[n][0] for n in range(5, 10)]
 
 
 @pytest.mark.parametrize("count, total", [(0, 7), (1, 7), (3, 7), (7, 7), (6000, 60000)])
 def test_linspace_indices(count, total):
-    found = linspace_indices(count, total)
-    assert len(set(found)) == count and found == sorted(found)
-    assert all(0 <= n < total for n in found)
-    gaps = np.diff([*found, total])
+    indices = linspace_indices(count, total)
+    assert len(set(indices)) == count and indices == sorted(indices)
+    assert all(0 <= n < total for n in indices)
+    gaps = np.diff([*indices, total])
     assert count == 0 or gaps.max() - gaps.min() <= 1

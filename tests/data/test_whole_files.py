@@ -45,21 +45,12 @@ def test_drafts_of_dead_processes_are_cleared(tmp_path):
     """Those of a living one, other files and other folders are not."""
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    kept = [
-        f".{os.getppid()}.part.last.ckpt",
-        ".x.part.last.ckpt",
-        "last.ckpt",
-        f"a.{dead.pid}.part.b",
-        f"deep/er/.{dead.pid}.part.last.ckpt",
-    ]
-    gone = [
-        f".{dead.pid}.part.metrics.json",
-        f"checkpoints/.{dead.pid}.part.last.ckpt",
-        f".{os.getpid()}.part.last.ckpt",
-    ]
-    for name in kept + gone:
+    staying = [f".{os.getppid()}.part.last.ckpt", ".x.part.last.ckpt", "last.ckpt", f"a.{dead.pid}.part.b"]
+    staying += [f"deep/er/.{dead.pid}.part.last.ckpt"]
+    cleared = [f".{number}.part.metrics.json" for number in (dead.pid, os.getpid())]
+    cleared += [f"checkpoints/.{dead.pid}.part.last.ckpt"]
+    for name in staying + cleared:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     clear_drafts(tmp_path)
-    left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
-    assert sorted(left) == sorted(kept)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {*staying}

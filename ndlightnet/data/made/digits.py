@@ -1,16 +1,17 @@
-"""Moving digits and coloured digits: a small set of videos and one of images, made on this machine
-from scikit-learn's handwritten digits (8 x 8 pixels).
+"""Moving digits and coloured digits: a small set of videos and one of images, made on this machine from scikit-learn's
+handwritten digits (8 x 8 pixels).
 
-The classes of the videos are motions only. A digit moves over a soft background. One frame says
-nothing about the class: digit, colours, background, position and speed are drawn independently of
-it. Positions are uniform on a torus (what leaves on one side comes in on the other), and moving a
-uniform position along any path leaves it uniform, so in every frame of every class all positions
-are equally likely. Each frame is encoded separately, so that the codec leaks no motion into it.
+The classes of the videos are motions only. A digit moves over a soft background. One frame says nothing about the
+class: digit, colours, background, position and speed are drawn independently of it. Positions are uniform on a torus
+(what leaves on one side comes in on the other), and moving a uniform position along any path leaves it uniform, so in
+every frame of every class all positions are equally likely. Each frame is encoded separately, so that the codec leaks
+no motion into it.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ TEST_SOURCES = 297  # of the 1797 images of digits; the others are for train
 FPS = 12
 
 Array = npt.NDArray[np.float64]
+Labels = npt.NDArray[np.int64]
 
 
 def make_moving_digits(
@@ -39,32 +41,26 @@ def make_moving_digits(
 ) -> Path:
     """Write `train` and `test` clips of `frames` frames of size x size pixels; return `folder`.
 
-    The files are `train/<motion>/*.mp4` and `test/<motion>/*.mp4` (H.264), equally many of each
-    motion up to a remainder; a name ends in the number of the source image, and no source is in
-    both. The same arguments give the same clips, and a set that exists is left as it is. The folder
-    appears when all is written. DataError if it holds anything else; ValueError for
-    fewer clips than motions, fewer than 2 frames, or a size that is odd or under 24.
+    The files are `train/<motion>/*.mp4` and `test/<motion>/*.mp4` (H.264), equally many of each motion up to a
+    remainder; a name ends in the number of the source image, and no source is in both. The same arguments give the same
+    clips, and a set that exists is left as it is. The folder appears when all is written. DataError if it holds
+    anything else; ValueError for fewer clips than motions, fewer than 2 frames, or a size that is odd or under 24.
     """
-    from rich.progress import track
-
     if min(train, test) < len(MOTIONS) or frames < 2 or size < 24 or size % 2:
         raise ValueError(
-            f"at least {len(MOTIONS)} clips in train and test, 2 frames, and an even size from 24 "
-            f"expected, got {train=}, {test=}, {frames=}, {size=}"
+            f"at least {len(MOTIONS)} clips in train and test, 2 frames, and an even size from 24 expected, "
+            f"got {train=}, {test=}, {frames=}, {size=}"
         )
+    images, _, sources = _sources(seed)
+
+    def draw(split: Path, number: int, rng: np.random.Generator) -> None:
+        motion = MOTIONS[number % len(MOTIONS)]
+        source = int(rng.choice(sources[split.name]))
+        pictures = _draw(images[source], _path(motion, frames, size, rng), size, rng, size * 9 // 20)
+        write_video(_file(split, motion, number, source, "mp4"), pictures, FPS)
+
     record = dict(kind="moving digits", version=VERSION, train=train, test=test, frames=frames, size=size, seed=seed)
-    files = _numbers(train, test, seed)
-
-    def draw(draft: Path) -> None:
-        images, sources = _sources(seed)
-        for split, number, rng in track(files, "drawing moving digits", train + test, disable=not progress):
-            motion = MOTIONS[number % len(MOTIONS)]
-            source = int(rng.choice(sources[split]))
-            path = _file(draft, split, motion, number, source, "mp4")
-            pictures = _draw(images[source], _path(motion, frames, size, rng), size, rng)
-            write_video(path, pictures, FPS)
-
-    return draw_once(folder, record, draw)
+    return _draw_files(folder, record, draw, progress)
 
 
 def make_coloured_digits(
@@ -72,80 +68,71 @@ def make_coloured_digits(
 ) -> Path:
     """Write `train` and `test` pictures of size x size pixels; return `folder`.
 
-    The files are `train/<digit>/*.png` and `test/<digit>/*.png`, equally many of each digit up to a
-    remainder. Colours, texture, place and size of the digit are drawn independently of its class.
-    Names, sources, a set that exists, and errors are as those of `make_moving_digits`.
+    The files are `train/<digit>/*.png` and `test/<digit>/*.png`, equally many of each digit up to a remainder. Colours,
+    texture, place and size of the digit are drawn independently of its class. Names, sources, a set that exists, and
+    errors are as those of `make_moving_digits`.
     """
     from PIL import Image
-    from rich.progress import track
 
     if min(train, test) < len(DIGITS) or size < 16:
         raise ValueError(
-            f"at least {len(DIGITS)} pictures in train and test, and a size from 16 expected, got "
-            f"{train=}, {test=}, {size=}"
+            f"at least {len(DIGITS)} pictures in train and test, and a size from 16 expected, "
+            f"got {train=}, {test=}, {size=}"
         )
+    images, labels, sources = _sources(seed)
+
+    def draw(split: Path, number: int, rng: np.random.Generator) -> None:
+        digit = number % len(DIGITS)
+        source = int(rng.choice([n for n in sources[split.name] if labels[n] == digit]))
+        glyph = int(rng.integers(size * 5 // 8, size * 7 // 8 + 1))
+        middle = size / 2 + rng.uniform(-1, 1, (1, 2)) * (size - glyph) / 2
+        picture = _draw(images[source], middle, size, rng, glyph)[0]
+        Image.fromarray(picture).save(_file(split, DIGITS[digit], number, source, "png"))
+
     record = dict(kind="coloured digits", version=VERSION, train=train, test=test, size=size, seed=seed)
-    files = _numbers(train, test, seed)
-
-    def draw(draft: Path) -> None:
-        images, sources = _sources(seed)
-        labels = _labels()
-        for split, number, rng in track(files, "drawing coloured digits", train + test, disable=not progress):
-            digit = number % len(DIGITS)
-            source = int(rng.choice([n for n in sources[split] if labels[n] == digit]))
-            glyph = int(rng.integers(size * 5 // 8, size * 7 // 8 + 1))
-            middle = size / 2 + rng.uniform(-1, 1, (1, 2)) * (size - glyph) / 2
-            path = _file(draft, split, DIGITS[digit], number, source, "png")
-            Image.fromarray(_draw(images[source], middle, size, rng, glyph)[0]).save(path)
-
-    return draw_once(folder, record, draw)
+    return _draw_files(folder, record, draw, progress)
 
 
-def _sources(seed: int) -> tuple[Array, dict[str, npt.NDArray[np.int64]]]:
-    """Return the images of digits, and the numbers of those for train and for test."""
-    images = _source_images()
-    order = np.random.default_rng(seed).permutation(len(images))
-    return images, {"train": order[TEST_SOURCES:], "test": order[:TEST_SOURCES]}
-
-
-def _numbers(train: int, test: int, seed: int) -> Iterator[tuple[str, int, np.random.Generator]]:
-    """Yield split, number and random draws of each file."""
-    for split, count in (("train", train), ("test", test)):
-        for number in range(count):
-            yield split, number, np.random.default_rng([seed, number, split == "test"])
-
-
-def _file(folder: Path, split: str, kind: str, number: int, source: int, ending: str) -> Path:
-    path = folder / split / kind / f"{number:05d}-source{source:04d}.{ending}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _source_images() -> Array:
-    """Return the images of digits, (1797, 8, 8) in [0, 1]."""
-    from sklearn.datasets import load_digits
-
-    images: Array = load_digits().images / 16
-    return images
-
-
-def _labels() -> npt.NDArray[np.int64]:
-    """Return the digit of each image, (1797,)."""
-    from sklearn.datasets import load_digits
-
-    return np.asarray(load_digits().target)
-
-
-def still_digits(size: int) -> dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
-    """Return images (n, size, size), grey, and labels (n,) of "train", 1,500 digits, and "test",
-    the 297 others. The images have 8 x 8 pixels and are enlarged; DataError for a smaller size."""
+def still_digits(size: int) -> dict[str, tuple[npt.NDArray[np.uint8], Labels]]:
+    """Return images (n, size, size), grey, and labels (n,) of "train", 1,500 digits, and "test", the 297 others. The
+    images have 8 x 8 pixels and are enlarged; DataError for a smaller size."""
     if size < 8:
         raise DataError(f"data.size={size}: expected 8 or more pixels")
-    images = np.stack([_smooth(image, size) for image in _source_images()])
-    pixels, labels = (images * 255).round().astype(np.uint8), _labels().astype(np.int64)
-    order = np.random.default_rng(0).permutation(len(labels))
+    images, labels, sources = _sources(0)
+    pixels = (np.stack([_smooth(image, size) for image in images]) * 255).round().astype(np.uint8)
+    return {split: (pixels[numbers], labels[numbers]) for split, numbers in sources.items()}
+
+
+def _sources(seed: int) -> tuple[Array, Labels, dict[str, Labels]]:
+    """Return the images of digits, (1797, 8, 8) in [0, 1], the digit of each, (1797,), and the numbers of those for
+    train and for test."""
+    from sklearn.datasets import load_digits
+
+    sources = load_digits()
+    order = np.random.default_rng(seed).permutation(len(sources.images))
     splits = {"train": order[TEST_SOURCES:], "test": order[:TEST_SOURCES]}
-    return {split: (pixels[numbers], labels[numbers]) for split, numbers in splits.items()}
+    return sources.images / 16, sources.target.astype(np.int64), splits
+
+
+def _draw_files(
+    folder: Path, record: dict[str, Any], draw: Callable[[Path, int, np.random.Generator], None], progress: bool
+) -> Path:
+    """Draw the files of a set, each from draws of its own: draw(folder of the split, number of the file, draws)."""
+    from rich.progress import track
+
+    def draw_splits(draft: Path) -> None:
+        for split in ("train", "test"):
+            title = f"drawing {record['kind']}, {split}"
+            for number in track(range(record[split]), title, disable=not progress):
+                draw(draft / split, number, np.random.default_rng([record["seed"], number, split == "test"]))
+
+    return draw_once(folder, record, draw_splits)
+
+
+def _file(split: Path, kind: str, number: int, source: int, ending: str) -> Path:
+    path = split / kind / f"{number:05d}-source{source:04d}.{ending}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _path(motion: str, frames: int, size: int, rng: np.random.Generator) -> Array:
@@ -163,11 +150,8 @@ def _path(motion: str, frames: int, size: int, rng: np.random.Generator) -> Arra
     return np.asarray(start + radius * np.stack([np.sin(turned), np.cos(turned)], axis=1))
 
 
-def _draw(
-    image: Array, path: Array, size: int, rng: np.random.Generator, glyph: int | None = None
-) -> npt.NDArray[np.uint8]:
+def _draw(image: Array, path: Array, size: int, rng: np.random.Generator, glyph: int) -> npt.NDArray[np.uint8]:
     """Return the frames of one clip, (frames, size, size, 3); the digit is `glyph` pixels high."""
-    glyph = glyph or size * 9 // 20
     stamp = np.zeros((size, size))
     stamp[:glyph, :glyph] = _smooth(image, glyph)
     # A shift by fractions of a pixel on the torus multiplies each Fourier mode by a phase.

@@ -1,7 +1,8 @@
 """Folders of drawn data, complete or absent; sets of drawn cases in the Medical Segmentation Decathlon's layout."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,51 +52,63 @@ def _holds(folder: Path, record: Mapping[str, Any]) -> bool:
     return True
 
 
-def draw_cases(
-    folder: Path,
-    kind: str,
-    numbers: Mapping[str, int],
-    listing: Mapping[str, Any],
-    draw: Callable[[np.random.Generator], Drawn],
-    progress: bool = True,
-    time_step: float = 0,
-) -> Path:
-    """Draw cases into `folder`, see `draw_once`, and return it.
+@dataclass(frozen=True)
+class Recipe:
+    """How cases KIND_000, KIND_001, ... are drawn. version: to be raised with every change of the drawing, so that
+    older sets are not reused. time_step: seconds between frames, 0 for volumes."""
 
-    kind: of the cases, which are KIND_000, KIND_001, ... numbers: "training" and "test" cases, the "seed" from which
-    everything follows, and "recipe", to be raised with every change of the drawing. listing: of dataset.json.
-    time_step: seconds between frames. ValueError for no training case."""
-    training, test = numbers["training"], numbers["test"]
+    kind: str
+    version: int
+    description: str
+    labels: Sequence[str]
+    draw: Callable[[np.random.Generator], Drawn]
+    time_step: float = 0
+
+
+def draw_cases(folder: Path, recipe: Recipe, training: int, test: int, seed: int, progress: bool = True) -> Path:
+    """Draw `training + test` cases, which follow from `seed`, into `folder`, see `draw_once`, and return it. ValueError
+    for no training case."""
     if training < 1 or test < 0:
         raise ValueError(f"needs training >= 1 and test >= 0, got {training} and {test}")
+    kind, step = recipe.kind, recipe.time_step
     splits = ["Tr"] * training + ["Ts"] * test
     names = [f"{kind}_{number:03d}.nii.gz" for number in range(len(splits))]
     # One random stream per case, spawned from the seed: a case does not depend on the others.
-    seeds = np.random.SeedSequence(numbers["seed"]).spawn(len(names))
+    seeds = np.random.SeedSequence(seed).spawn(len(names))
 
     def write_set(draft: Path) -> None:
         for name in ("imagesTr", "labelsTr", "imagesTs", "labelsTs"):
             (draft / name).mkdir()
 
         def write(index: int) -> None:
-            image, label, affine = draw(np.random.default_rng(seeds[index]))
+            image, label, affine = recipe.draw(np.random.default_rng(seeds[index]))
             for content, voxels in (("images", image), ("labels", label)):
-                volume: Any = nibabel.Nifti1Image(voxels, affine)  # type: ignore[no-untyped-call]
+                volume: Any = nibabel.Nifti1Image(voxels, affine)
                 volume.set_qform(affine, code=1)
-                volume.header.set_xyzt_units("mm", "sec" if time_step else None)
-                if time_step:
-                    volume.header["pixdim"][4] = time_step
+                volume.header.set_xyzt_units("mm", "sec" if step else None)
+                if step:
+                    volume.header["pixdim"][4] = step
                 nibabel.save(volume, draft / f"{content}{splits[index]}" / names[index])
 
         in_threads(write, range(len(names)), f"{kind}s", progress, workers=2)
         entries: dict[str, list[dict[str, str]]] = {"Tr": [], "Ts": []}
         for split, name in zip(splits, names, strict=True):
             entries[split].append({"image": f"./images{split}/{name}", "label": f"./labels{split}/{name}"})
-        counts = {"numTraining": training, "numTest": test}
-        content = {**listing, **counts, "training": entries["Tr"], "test": entries["Ts"]}
-        (draft / "dataset.json").write_text(json.dumps(content, indent=1) + "\n")
+        listing = {
+            "name": f"{kind}s".replace("_", " ").capitalize(),
+            "description": recipe.description,
+            "tensorImageSize": "4D" if step else "3D",
+            "modality": {"0": "CT"},
+            "labels": {str(number): name for number, name in enumerate(recipe.labels)},
+            "numTraining": training,
+            "numTest": test,
+            "training": entries["Tr"],
+            "test": entries["Ts"],
+        }
+        (draft / "dataset.json").write_text(json.dumps(listing, indent=1) + "\n")
 
-    return draw_once(folder, {"kind": kind, **numbers}, write_set)
+    record = {"kind": kind, "recipe": recipe.version, "training": training, "test": test, "seed": seed}
+    return draw_once(folder, record, write_set)
 
 
 def place_in_scanner(image: Any, label: Any, spacing: Any, rng: np.random.Generator) -> Drawn:

@@ -1,10 +1,9 @@
 """Moving phantoms: small labelled series of CT volumes over time, in which time decides.
 
-Nodules of one size and one density lie in soft tissue: some move to and fro as with breathing, the
-others do not. Vessels of one calibre fill with contrast agent of one density: arteries early, veins
-some frames later; before, they cannot be told from the tissue around them. All are labelled in
-every frame, so that a single frame says where a nodule is but not of which kind, and shows a vessel
-late or not at all. Noise is about a third of a nodule's contrast.
+Nodules of one size and one density lie in soft tissue: some move to and fro as with breathing, the others do not.
+Vessels of one calibre fill with contrast agent of one density: arteries early, veins some frames later; before, they
+cannot be told from the tissue around them. All are labelled in every frame, so that a single frame says where a nodule
+is but not of which kind, and shows a vessel late or not at all. Noise is about a third of a nodule's contrast.
 """
 
 from pathlib import Path
@@ -12,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ndlightnet.data.made.drawn_set import Drawn, draw_cases, place_in_scanner
+from ndlightnet.data.made.drawn_set import Drawn, Recipe, draw_cases, place_in_scanner
 
 LABELS = ("background", "still nodule", "moving nodule", "artery", "vein")
 STILL, MOVING, ARTERY, VEIN = range(1, 5)
-RECIPE = 1  # to be raised with every change of the drawing, so that older sets are not reused
+VERSION = 1  # see Recipe
 FRAMES = 8
 TIME_STEP = 0.5  # seconds between frames
 TISSUE, NODULE, BLOOD = 40.0, 75.0, 110.0  # HU; what nodules and filled vessels add to the tissue
@@ -28,24 +27,17 @@ Floats = NDArray[np.float64]
 def make_moving_phantoms(folder: Path, training: int = 24, test: int = 8, seed: int = 0, progress: bool = True) -> Path:
     """Writes `training + test` labelled series into `folder` and returns it, see `draw_cases`.
 
-    Images are int16 Hounsfield units, labels uint8, (x, y, z, frames): about (28, 28, 20) voxels of
-    4 x 4 x 5 mm and eight frames, half a second apart; the axes run to the right, front and head in
-    some cases and to the left, back and head in the others.
+    Images are int16 Hounsfield units, labels uint8, (x, y, z, frames): about (28, 28, 20) voxels of 4 x 4 x 5 mm and
+    eight frames, half a second apart; the axes run to the right, front and head in some cases and to the left, back and
+    head in the others.
     """
-    listing = {
-        "name": "Moving phantoms",
-        "description": "Drawn series of CT volumes in which motion and time tell the labels",
-        "tensorImageSize": "4D",
-        "modality": {"0": "CT"},
-        "labels": {str(number): name for number, name in enumerate(LABELS)},
-    }
-    numbers = {"recipe": RECIPE, "training": training, "test": test, "seed": seed}
-    return draw_cases(folder, "moving_phantom", numbers, listing, draw_moving_phantom, progress, TIME_STEP)
+    description = "Drawn series of CT volumes in which motion and time tell the labels"
+    recipe = Recipe("moving_phantom", VERSION, description, LABELS, draw_moving_phantom, TIME_STEP)
+    return draw_cases(folder, recipe, training, test, seed, progress)
 
 
 def draw_moving_phantom(rng: np.random.Generator) -> Drawn:
-    """Draw a series: image (x, y, z, frames), HU; label of this shape; affine (4, 4), voxel indices
-    to RAS mm."""
+    """Draw a series: image (x, y, z, frames), HU; label of this shape; affine (4, 4), voxel indices to RAS mm."""
     shape = np.array([28, 28, 20]) + rng.integers(-2, 3, 3)
     spacing = np.array([*[rng.uniform(3.8, 4.2)] * 2, rng.uniform(4.6, 5.2)]).round(3)
     lines = [s * (np.arange(n) - (n - 1) / 2) for n, s in zip(shape, spacing, strict=True)]
@@ -94,8 +86,8 @@ def _tube(xyz: Floats, extent: Floats, rng: np.random.Generator) -> NDArray[np.b
 
 
 def _apart(centres: list[Floats], extent: Floats, rng: np.random.Generator) -> Floats:
-    """Draw the centre of a nodule in the body, and append it: about 34 mm or more from the others,
-    so that they do not meet on their ways."""
+    """Draw the centre of a nodule in the body, and append it: about 34 mm or more from the others, so that they do not
+    meet on their ways."""
     least = 34.0
     while True:
         centre = rng.uniform(-0.62, 0.62, 3) * extent

@@ -1,8 +1,8 @@
 """Labelled CT phantoms: a torso of ellipsoids and tubes, drawn anew for every case.
 
-A small data set that needs no download, in the Medical Segmentation Decathlon's layout. The organs
-differ from case to case in size, position, tilt and contrast; unlabelled ribs, heart, vessels,
-stomach and bowel share their intensities with the labelled ones, so a threshold does not solve it.
+A small data set that needs no download, in the Medical Segmentation Decathlon's layout. The organs differ from case to
+case in size, position, tilt and contrast; unlabelled ribs, heart, vessels, stomach and bowel share their intensities
+with the labelled ones, so a threshold does not solve it.
 """
 
 import math
@@ -14,33 +14,26 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import avg_pool3d, interpolate
 
-from ndlightnet.data.made.drawn_set import Drawn, draw_cases, place_in_scanner
+from ndlightnet.data.made.drawn_set import Drawn, Recipe, draw_cases, place_in_scanner
 
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+Triple = tuple[float, float, float]  # along x, y, z
 
 LABELS = ("background", "body", "spine", "lungs", "liver", "spleen", "kidneys")
 BODY, SPINE, LUNGS, LIVER, SPLEEN, KIDNEYS = range(1, 7)
-RECIPE = 1  # to be raised with every change of the drawing, so that older sets are not reused
+VERSION = 1  # see Recipe
 WOBBLE = 5.0  # mm: how far the smooth random warp moves an outline
 
 
 def make_phantoms(folder: Path, training: int = 24, test: int = 6, seed: int = 0, progress: bool = True) -> Path:
     """Writes `training + test` labelled CT phantoms into `folder` and returns it, see `draw_cases`.
 
-    Images are int16 Hounsfield units, labels uint8, about (64, 52, 40) voxels of 5-6 x 5-6 x 6-8
-    mm; the axes run to the right, front and head in some cases and to the left, back and head in
-    the others.
+    Images are int16 Hounsfield units, labels uint8, about (64, 52, 40) voxels of 5-6 x 5-6 x 6-8 mm; the axes run to
+    the right, front and head in some cases and to the left, back and head in the others.
     """
-    listing = {
-        "name": "Phantoms",
-        "description": "Drawn torso CT with six labelled regions",
-        "tensorImageSize": "3D",
-        "modality": {"0": "CT"},
-        "labels": {str(number): name for number, name in enumerate(LABELS)},
-    }
-    numbers = {"recipe": RECIPE, "training": training, "test": test, "seed": seed}
-    return draw_cases(folder, "phantom", numbers, listing, draw_phantom, progress)
+    recipe = Recipe("phantom", VERSION, "Drawn torso CT with six labelled regions", LABELS, draw_phantom)
+    return draw_cases(folder, recipe, training, test, seed, progress)
 
 
 def draw_phantom(rng: np.random.Generator) -> Drawn:
@@ -72,11 +65,9 @@ def _blocks(fine: NDArray[Any]) -> NDArray[Any]:
 
 
 class Canvas:
-    """A grid at twice the resolution, in the patient's mm: x to the right, y to the front, z to
-    the head.
+    """A grid at twice the resolution, in the patient's mm: x to the right, y to the front, z to the head.
 
-    The patient lies slightly rotated in the scanner and every outline is warped by a smooth random
-    field.
+    The patient lies slightly rotated in the scanner and every outline is warped by a smooth random field.
     """
 
     def __init__(self, rng: np.random.Generator, shape: NDArray[np.int64], spacing: NDArray[np.float64]) -> None:
@@ -100,21 +91,21 @@ class Canvas:
         fine = interpolate(field[None, None], size, mode="trilinear", align_corners=True)
         return np.asarray(fine[0, 0].numpy(), np.float32)
 
-    def paint(self, mask: Mask, hu: float | Floats, label: int) -> None:
-        """Fill `mask`, a mask of the whole grid, with `hu` and `label`."""
-        self.hu[mask] = hu if isinstance(hu, (int, float)) else hu[mask]
-        self.label[mask] = label
+    def paint(self, mask: Mask, hu: float | Floats, label: int, box: Any = ...) -> None:
+        """Fill `mask`, a mask of the grid or of a box in it, with `hu` and `label`."""
+        self.hu[box][mask] = np.broadcast_to(hu, self.hu.shape)[box][mask]
+        self.label[box][mask] = label
 
     def ellipsoid(
         self,
-        centre: tuple[float, float, float],
-        radii: tuple[float, float, float],
+        centre: Triple,
+        radii: Triple,
         hu: float | Floats,
         label: int,
-        tilt: tuple[float, float, float] = (0, 0, 0),
-        within: Mask | None = None,
+        tilt: Triple = (0, 0, 0),
+        within: Any = True,
     ) -> Mask:
-        """Paint an ellipsoid (mm; tilt: degrees about x, y, z) cut to `within`; return its mask."""
+        """Paint an ellipsoid (mm; tilt: degrees about x, y, z) cut to the mask `within`; return its mask."""
         # Only the cells around it are computed: most organs are small against the grid.
         reach = max(radii) + 3 * WOBBLE
         middle = (self.turn.T @ np.array(centre) - self.first) / self.step
@@ -123,13 +114,10 @@ class Canvas:
         box = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
         away = self.xyz[(slice(None), *box)] - np.array(centre, np.float32)[:, None, None, None]
         to_unit = (_rotation(np.array(tilt, float)).T / np.array(radii)[:, None]).astype(np.float32)
-        inside = (np.einsum("ij,jxyz->ixyz", to_unit, away) ** 2).sum(0) < 1
-        if within is not None:
-            inside &= within[box]
-        self.hu[box][inside] = hu if isinstance(hu, (int, float)) else hu[box][inside]
-        self.label[box][inside] = label
         mask = np.zeros(tuple(self.shape), bool)
-        mask[box] = inside
+        mask[box] = (np.einsum("ij,jxyz->ixyz", to_unit, away) ** 2).sum(0) < 1
+        mask &= within
+        self.paint(mask[box], hu, label, box)
         return mask
 
 
@@ -153,9 +141,9 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
     def vary(value: float, fraction: float = 0.1) -> float:
         return float(value * rng.uniform(1 - fraction, 1 + fraction))
 
-    def near(place: tuple[float, float, float], by: float = 5.0) -> tuple[float, float, float]:
-        moved = np.array(place) + rng.uniform(-by, by, 3)
-        return float(moved[0]), float(moved[1]), float(moved[2])
+    def near(place: Triple, by: float = 5.0) -> Triple:
+        x, y, z = (np.array(place) + rng.uniform(-by, by, 3)).tolist()
+        return x, y, z
 
     contrast = float(rng.choice([0.0, 0.5, 1.0])) * vary(1.0, 0.2)  # none, late, or portal venous
     wide, deep = vary(152, 0.06), vary(104, 0.06)

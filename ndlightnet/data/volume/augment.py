@@ -1,12 +1,10 @@
 """Random augmentation of a whole batch of images or volumes, on the device where the batch is.
 
-Random choices are drawn on the CPU from a given generator, so that a batch follows from the seed,
-and they select the samples to change on the CPU, so that the code never waits for the device.
-Probabilities and strengths are those of nnU-Net v2's 3-D training. The same code serves images,
-volumes and series of volumes over time, whose frames are moved, blurred and changed alike: to
-`grid_sample` and `interpolate`, which take three axes of space at most, frames are channels. No
-matrices are multiplied on the device, so autocast and
-TF32 change nothing.
+Random choices are drawn on the CPU from a given generator, so that a batch follows from the seed, and they select the
+samples to change on the CPU, so that the code never waits for the device. Probabilities and strengths are those of
+nnU-Net v2's 3-D training. The same code serves images, volumes and series of volumes over time, whose frames are moved,
+blurred and changed alike: to `grid_sample` and `interpolate`, which take three axes of space at most, frames are
+channels. No matrices are multiplied on the device, so autocast and TF32 change nothing.
 """
 
 from __future__ import annotations
@@ -29,16 +27,8 @@ SIGMA = (0.5, 1.0)  # of the blur, cells
 FACTOR = (0.75, 1.25)  # of brightness and of contrast
 LOW = (0.5, 1.0)  # fraction of the cells that a low resolution keeps along an axis
 GAMMA = (0.7, 1.5)
-PROBABILITIES = {
-    "noise": 0.1,
-    "blur": 0.2,
-    "brightness": 0.15,
-    "contrast": 0.15,
-    "low": 0.25,
-    "inverted gamma": 0.1,
-    "gamma": 0.3,
-    "mirror": 0.5,
-}
+PROBABILITIES = {"noise": 0.1, "blur": 0.2, "brightness": 0.15, "contrast": 0.15, "low": 0.25}
+PROBABILITIES |= {"inverted gamma": 0.1, "gamma": 0.3, "mirror": 0.5}
 PER_CHANNEL = {"blur": 0.5, "low": 0.5}  # probability of each channel of a chosen sample
 LINEAR = ("", "linear", "bilinear", "trilinear")  # torch's names, by the number of axes
 TAPS = 3  # the blur's reach in cells: 3 sigma
@@ -49,11 +39,10 @@ class Augment:
     """Augment (image, label) at random; samples that draw no change stay the same bit for bit.
 
     Args:
-        flip_axes: axes of the samples that are mirrored half of the time; of a series 0 is time, 1
-            to 3 are space.
-        spacing: mm per cell and axis of space, so that rotations are true; None: the same for all.
-            An axis more than three times coarser than the finest is left out: only the planes of
-            the others are rotated, zoomed and lowered in resolution.
+        flip_axes: axes of the samples that are mirrored half of the time; of a series 0 is time, 1 to 3 are space.
+        spacing: mm per cell and axis of space, so that rotations are true; None: the same for all. An axis more than
+            three times coarser than the finest is left out: only the planes of the others are rotated, zoomed and
+            lowered in resolution.
         shift: most whole cells by which every sample is shifted along every axis of space.
         turn: probability of a rotation, and that of a zoom.
         intensities: whether values change as well; False for masks.
@@ -73,12 +62,11 @@ class Augment:
 
     @torch.no_grad()
     def __call__(self, image: Tensor, label: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
-        """Augment image (batch, channels, *space), floating point, and label (batch, 1, *space),
-        integers below 2**24, or None; generator on the CPU. Returns new tensors, image as float32.
-        With four axes the first is time.
+        """Augment image (batch, channels, *space), floating point, and label (batch, 1, *space), integers below 2**24,
+        or None; generator on the CPU. Returns new tensors, image as float32. With four axes the first is time.
 
-        Space from outside is filled by reflection. Images are interpolated linearly, labels
-        take the nearest cell. DataError where shapes and arguments do not fit.
+        Space from outside is filled by reflection. Images are interpolated linearly, labels take the nearest cell.
+        DataError where shapes and arguments do not fit.
         """
         self._check(image, label)
         image = image.float().clone(memory_format=torch.contiguous_format)
@@ -97,14 +85,11 @@ class Augment:
     def _check(self, image: Tensor, label: Tensor | None) -> None:
         axes = image.ndim - 2
         if axes not in (2, 3, 4) or not image.is_floating_point() or not image.numel():
-            raise DataError(
-                "image: expected floats (batch, channels, *space) with 2 or 3 axes of space, or "
-                f"time and 3, got {tuple(image.shape)} {image.dtype}"
-            )
-        if label is not None and (label.shape != (len(image), 1, *image.shape[2:]) or label.is_floating_point()):
-            raise DataError(
-                f"label: expected integers {(len(image), 1, *image.shape[2:])}, got {tuple(label.shape)} {label.dtype}"
-            )
+            expected = "floats (batch, channels, *space) with 2 or 3 axes of space, or time and 3"
+            raise DataError(f"image: expected {expected}, got {tuple(image.shape)} {image.dtype}")
+        expected_shape = (len(image), 1, *image.shape[2:])
+        if label is not None and (label.shape != expected_shape or label.is_floating_point()):
+            raise DataError(f"label: expected integers {expected_shape}, got {tuple(label.shape)} {label.dtype}")
         if any(not 0 <= axis < axes for axis in self.flip_axes):
             raise DataError(f"flip_axes={self.flip_axes}: axes are 0 to {axes - 1}")
         if self.spacing is not None and len(self.spacing) != (space := _space(image)):
@@ -150,8 +135,8 @@ def put(values: Tensor, device: torch.device) -> Tensor:
 
 
 def change(rows: Tensor, chosen: Tensor, function: Callable[..., Tensor], *strengths: Tensor) -> None:
-    """Set rows[chosen] = function(rows[chosen], *(s[chosen] for s in strengths)). `chosen`, bool
-    (rows,), and `strengths`, (rows,) each, are on the CPU; `function` gets them as (chosen, 1, ...)."""
+    """Set rows[chosen] = function(rows[chosen], *(s[chosen] for s in strengths)). `chosen`, bool (rows,), and
+    `strengths`, (rows,) each, are on the CPU; `function` gets them as (chosen, 1, ...)."""
     picked = chosen.nonzero()[:, 0]
     if not len(picked):
         return
@@ -179,9 +164,9 @@ def rotations(angles: Tensor, planes: Sequence[tuple[int, int]], axes: int) -> T
 
 
 def sampling_grid(matrix: Tensor, space: Sequence[int], device: torch.device) -> Tensor:
-    """Return the grid for `grid_sample(align_corners=False)`: (n, *space, axes), last axis first,
-    in halves of the volume from its centre. matrix: (n, axes, axes + 1), from cells relative to the
-    centre of the output to cells relative to the centre of the input.
+    """Return the grid for `grid_sample(align_corners=False)`: (n, *space, axes), last axis first, in halves of the
+    volume from its centre. matrix: (n, axes, axes + 1), from cells relative to the centre of the output to cells
+    relative to the centre of the input.
     """
     halves = torch.tensor(space, dtype=torch.float64) / 2
     scaled = put((matrix / halves[:, None]).float(), device)
@@ -198,8 +183,7 @@ def sampling_grid(matrix: Tensor, space: Sequence[int], device: torch.device) ->
 
 
 def sample(x: Tensor, grid: Tensor, mode: str) -> Tensor:
-    sampled = F.grid_sample(x.float(), grid, mode, "reflection", align_corners=False)
-    return sampled.to(x.dtype)
+    return F.grid_sample(x.float(), grid, mode, "reflection", align_corners=False).to(x.dtype)
 
 
 def change_intensities(image: Tensor, fine: Sequence[int], generator: torch.Generator) -> None:
@@ -238,8 +222,8 @@ def noise_like(x: Tensor, seed: int) -> Tensor:
 
 
 def blur(x: Tensor, *sigmas: Tensor) -> Tensor:
-    """Apply a Gaussian along each of the last axes of x (n, *space), with its sigmas (n, 1, ...) in
-    cells; values at the border are repeated beyond it."""
+    """Apply a Gaussian along each of the last axes of x (n, *space), with its sigmas (n, 1, ...) in cells; values at
+    the border are repeated beyond it."""
     for axis, sigma in enumerate(sigmas, x.ndim - len(sigmas)):
         size = x.shape[axis]
         reach = torch.arange(-TAPS, TAPS + 1, device=x.device)
@@ -259,8 +243,8 @@ def contrast(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def low_resolution(x: Tensor, fraction: float, axes: Sequence[int]) -> Tensor:
-    """Resample x (*space), or with time before it, to a fraction of its cells along `axes`
-    (nearest), and back (linear)."""
+    """Resample x (*space), or with time before it, to a fraction of its cells along `axes` (nearest), and back
+    (linear)."""
     space = x.shape[-3:]
     small = [max(1, round(n * fraction)) if i in axes else n for i, n in enumerate(space)]
     down = F.interpolate(x.reshape(1, -1, *space), small, mode="nearest-exact")
@@ -269,8 +253,8 @@ def low_resolution(x: Tensor, fraction: float, axes: Sequence[int]) -> Tensor:
 
 
 def gamma(x: Tensor, exponent: Tensor) -> Tensor:
-    """Raise each x[i], mapped to 0..1, to its exponent, and restore its mean and standard
-    deviation; a constant x[i] stays as it is."""
+    """Raise each x[i], mapped to 0..1, to its exponent, and restore its mean and standard deviation; a constant x[i]
+    stays as it is."""
     space = tuple(range(1, x.ndim))
     low, mean = x.amin(space, True), x.mean(space, True)
     extent = x.amax(space, True) - low

@@ -49,14 +49,13 @@ def cached_volumes(
     workers: int = 2,
     folder: str | None = None,
 ) -> CachedVolumes:
-    """Prepare all labelled cases before returning, with `workers` threads: held in memory or, with
-    `folder`, in a file for each case, which later runs find and any number of folds share.
+    """Prepare all labelled cases before returning, with `workers` threads: held in memory or, with `folder`, in a file
+    for each case, which later runs find and any number of folds share.
 
-    Each has: "image", MetaTensor (channels, x, y, z) float32, "label", MetaTensor (1, x, y, z)
-    uint8 or int16, "affine", "name", and "value_units" of the files' channels. (A series over time
-    has its frames before x.) With `patch`, for Crops, they are padded to it and have
-    "places": for each of `classes` but the background the flat indices of up to KEPT_PER_CLASS
-    voxels, int64. Raises DataError as `Volume.read` and `prepare` do.
+    Each has: "image", MetaTensor (channels, x, y, z) float32, "label", MetaTensor (1, x, y, z) uint8 or int16,
+    "affine", "name", and "value_units" of the files' channels. (A series over time has its frames before x.) With
+    `patch`, for Crops, they are padded to it and have "places": for each of `classes` but the background the flat
+    indices of up to KEPT_PER_CLASS voxels, int64. Raises DataError as `Volume.read` and `prepare` do.
     """
 
     def made(case: Case) -> dict[str, Any]:
@@ -84,8 +83,8 @@ def cached_volumes(
 
 
 def padded(volume: Any, patch: Sequence[int]) -> Any:
-    """Pad a MetaTensor (channels, [frames,] x, y, z) with zeros on both sides of each axis that is
-    shorter than `patch`. (MONAI's transform takes no frames.)"""
+    """Pad a MetaTensor (channels, [frames,] x, y, z) with zeros on both sides of each axis that is shorter than
+    `patch`. (MONAI's transform takes no frames.)"""
     missing = [max(0, size - n) for n, size in zip(volume.shape[1:], patch, strict=True)]
     if not any(missing):
         return volume

@@ -1,9 +1,9 @@
-"""Volumes to classify in folders, `train/CLASS/*`, `test/CLASS/*` and, optionally, `val/CLASS/*`,
-resampled to one size as bytes.
+"""Volumes to classify in folders, `train/CLASS/*`, `test/CLASS/*` and, optionally, `val/CLASS/*`, resampled to one size
+as bytes.
 
-A volume keeps its proportions and its size in millimetres: all are resampled to the same spacing
-along RAS axes, and cropped or padded with 0 about the centre. Its values are scaled to 0 to 255
-between its percentiles 0.5 and 99.5: two CT scans are not on one scale of Hounsfield units.
+A volume keeps its proportions and its size in millimetres: all are resampled to the same spacing along RAS axes, and
+cropped or padded with 0 about the centre. Its values are scaled to 0 to 255 between its percentiles 0.5 and 99.5: two
+CT scans are not on one scale of Hounsfield units.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from monai.transforms.croppad.array import ResizeWithPadOrCrop
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folders import class_folders, class_names
+from ndlightnet.data.folders import Notes, class_folders, class_names
 from ndlightnet.data.image.image_sets import ImageSet
 from ndlightnet.data.threads import in_threads
 from ndlightnet.data.volume.datasets import find_inputs
@@ -29,9 +29,7 @@ from ndlightnet.data.volume.volume import Volume, upright
 PERCENTILES = (0.5, 99.5)
 
 
-def list_classes(
-    root: str | Path, notes: list[str] | None = None
-) -> tuple[tuple[str, ...], dict[str, list[tuple[Case, int]]]]:
+def list_classes(root: str | Path, notes: Notes = None) -> tuple[tuple[str, ...], dict[str, list[tuple[Case, int]]]]:
     """Return the sorted names of the classes, and for each split its (case, number of the class). `find_inputs` says
     what a class's folder may hold; a line on entries that are left out of each is added to `notes`. DataError as
     `class_folders` and `find_inputs`."""
@@ -64,8 +62,8 @@ def largest_extent(cases: Sequence[Case]) -> list[float]:
 
 
 def read_volume(case: Case, size: Sequence[int], spacing: Sequence[float]) -> Tensor:
-    """Read a volume as (*size) uint8, cells of `spacing` mm: averaged along axes where cells get
-    larger, linearly interpolated along the others.
+    """Read a volume as (*size) uint8, cells of `spacing` mm: averaged along axes where cells get larger, linearly
+    interpolated along the others.
 
     DataError as `Volume.read`, and for more than one channel or a single value in all voxels.
     """

@@ -15,18 +15,17 @@ from ndlightnet.data.sampling import order
 
 
 class Crops(Dataset[tuple[Tensor, Tensor, int]]):
-    """Dataset of training crops. Case and position of crop number n (and its augmentation, by the
-    caller) follow from the seed and from n, so that a resumed training gets the same crops as an
-    uninterrupted one, with any number of workers.
+    """Dataset of training crops. Case and position of crop number n (and its augmentation, by the caller) follow from
+    the seed and from n, so that a resumed training gets the same crops as an uninterrupted one, with any number of
+    workers.
 
-    Every case comes up once before any comes up again. The last crops of a batch, the fraction
-    `foreground`, are centred on a voxel of a class drawn evenly among those of the case; the others
-    lie anywhere. (A fraction that rounds to no crop per batch gives one in every 1 / `foreground`.)
+    Every case comes up once before any comes up again. The last crops of a batch, the fraction `foreground`, are
+    centred on a voxel of a class drawn evenly among those of the case; the others lie anywhere. (A fraction that rounds
+    to no crop per batch gives one in every 1 / `foreground`.)
 
     Args:
-        cases: prepared dictionaries with "image" (channels, *space), "label" (1, *space) and
-            "places", flat indices of voxels of each class but the background; none smaller than
-            `patch`.
+        cases: prepared dictionaries with "image" (channels, *space), "label" (1, *space) and "places", flat indices of
+            voxels of each class but the background; none smaller than `patch`.
         patch: shape of a crop. batch_size: crops in a batch.
         foreground: fraction of the crops that are sure to contain a label, if their case has any.
 

@@ -1,5 +1,5 @@
-"""Folders of volumes, and which files form a case: the Medical Segmentation Decathlon's layout,
-nnU-Net's layout, and plain folders to predict on. No volume is opened here."""
+"""Folders of volumes, and which files form a case: the Medical Segmentation Decathlon's layout, nnU-Net's layout, and
+plain folders to predict on. No volume is opened here."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ndlightnet.data.errors import DataError, one_line
-from ndlightnet.data.folders import files_below, report_skipped
+from ndlightnet.data.folders import Notes, files_below, report_skipped
 from ndlightnet.data.volume.dicom_tree import Series, find_series
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, PICTURES, RESULTS, companions, reader_of, stem
@@ -19,13 +19,14 @@ from ndlightnet.data.volume.image_planes import has_colours
 from ndlightnet.data.volume.nifti import is_header
 
 WANTED = f"{', '.join(ENDINGS)} or a {FOLDER.name}"
+ALL_ENDINGS = (*ENDINGS, *PICTURES)
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after the case
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A folder with a `dataset.json`. `labels[n]` names the label number n and `channels[c]` the
-    channel c of every case."""
+    """A folder with a `dataset.json`. `labels[n]` names the label number n and `channels[c]` the channel c of every
+    case."""
 
     folder: Path
     labels: tuple[str, ...]
@@ -34,17 +35,16 @@ class Dataset:
     test: tuple[Case, ...]
 
 
-def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
-    """Reads `dataset.json`, the decathlon's ("modality") or nnU-Net's ("channel_names"), and checks
-    that every file exists (the files are not opened). In the decathlon's layout a case has a file
-    for each modality, or one file with all of them on its fourth axis; nnU-Net 1 lists CASE.nii.gz
-    for CASE_0000.nii.gz, CASE_0001.nii.gz, .... In nnU-Net's the images are
-    all files of its folders that end in "file_ending", in lower or upper case; a line on files that
-    are left out is added to `notes`.
+def read_dataset(folder: str | Path, notes: Notes = None) -> Dataset:
+    """Reads `dataset.json`, the decathlon's ("modality") or nnU-Net's ("channel_names"), and checks that every file
+    exists (the files are not opened). In the decathlon's layout a case has a file for each modality, or one file with
+    all of them on its fourth axis; nnU-Net 1 lists CASE.nii.gz for CASE_0000.nii.gz, CASE_0001.nii.gz, .... In
+    nnU-Net's the images are all files of its folders that end in "file_ending", in lower or upper case; a line on files
+    that are left out is added to `notes`.
 
-    Raises DataError for a missing folder or file, a `dataset.json` that cannot be read or is in
-    neither format, label or channel numbers with gaps, labels that are regions, a training case
-    without a label, and a folder without any case.
+    Raises DataError for a missing folder or file, a `dataset.json` that cannot be read or is in neither format, label
+    or channel numbers with gaps, labels that are regions, a training case without a label, and a folder without any
+    case.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -55,15 +55,12 @@ def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
     except DataError:
         raise
     except FileNotFoundError as error:
-        raise DataError(
-            f"{file}: no such file, expected a folder in the layout of nnU-Net or of the Medical Segmentation Decathlon"
-        ) from error
+        layouts = "the layout of nnU-Net or of the Medical Segmentation Decathlon"
+        raise DataError(f"{file}: no such file, expected a folder in {layouts}") from error
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # of brackets that are nested too deeply
         raise DataError(f"{file}: is not valid JSON ({one_line(error)})") from error
-    except RecursionError as error:
-        raise DataError(f"{file}: is nested too deeply to be read") from error
     if not dataset.training and not dataset.test:
         raise DataError(f"{file}: lists no case for training or test")
     for case in dataset.training:
@@ -72,7 +69,7 @@ def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
     return dataset
 
 
-def _read(file: Path, listing: Any, notes: list[str] | None) -> Dataset:
+def _read(file: Path, listing: Any, notes: Notes) -> Dataset:
     if not isinstance(listing, dict):
         raise DataError(f"{file}: should hold a JSON object")
     if "channel_names" in listing:
@@ -98,11 +95,15 @@ def _numbered(file: Path, listing: dict[str, Any], key: str) -> tuple[str, ...]:
     if not isinstance(names, dict) or not names:
         raise DataError(f'{file}: {key!r} should map numbers to names, such as {{"0": "..."}}')
     # int refuses texts of more than 4,300 digits
-    numbers = sorted(int(n) if n.isdecimal() and len(n) < 10 else -1 for n in names)
-    if numbers != list(range(len(names))):
-        listed = one_line(sorted(names))
-        raise DataError(f"{file}: {key!r} should number from 0 without gaps, has {listed}")
-    return tuple(str(names[number]) for number in sorted(names, key=int))
+    return _in_order(file, key, [(int(n) if n.isdecimal() and len(n) < 10 else n, names[n]) for n in names])
+
+
+def _in_order(file: Path, key: str, numbered: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
+    """Return the names of pairs (number, name) by number."""
+    numbers = [number for number, _ in numbered]
+    if any(type(number) is not int for number in numbers) or sorted(numbers) != [*range(len(numbers))]:
+        raise DataError(f"{file}: {key!r} should number from 0 without gaps, has {one_line(numbers)}")
+    return tuple(str(name) for _, name in sorted(numbered))
 
 
 def _listed(file: Path, listing: dict[str, Any], key: str, channels: int) -> tuple[Case, ...]:
@@ -121,8 +122,8 @@ def _listed(file: Path, listing: dict[str, Any], key: str, channels: int) -> tup
         paths = [file.parent / text for text in texts]
         label_path = paths.pop() if label else None
         if len(paths) not in (1, channels):
-            need = f"should list {channels} image files, one for each modality (or one with all)"
-            raise DataError(f"{file}: entry {one_line(entry)} {need}")
+            expected = f"{channels} image files, one for each modality (or one with all)"
+            raise DataError(f"{file}: entry {one_line(entry)} should list {expected}")
         listed.append(paths[0])
         paths = _of_nnunet_1(paths[0], channels) if len(paths) == 1 else paths
         for path in [*paths, label_path]:
@@ -156,16 +157,14 @@ def _check_there(path: Path, file: Path) -> None:
 # --------------------------------------------------------------------------------------- nnU-Net
 
 
-def _read_nnunet(file: Path, listing: dict[str, Any], notes: list[str] | None) -> Dataset:
+def _read_nnunet(file: Path, listing: dict[str, Any], notes: Notes) -> Dataset:
     channels = _numbered(file, listing, "channel_names")
     labels = _named_numbers(file, listing.get("labels"))
     ending = listing.get("file_ending")
-    if str(ending).lower() not in (*ENDINGS, *PICTURES):
-        raise DataError(
-            f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of {', '.join((*ENDINGS, *PICTURES))}"
-        )
-    ending, count = str(ending).lower(), len(channels)
-    training, test = (_split(file, kind, ending, count, notes) for kind in ("Tr", "Ts"))
+    if str(ending).lower() not in ALL_ENDINGS:
+        expected = ", ".join(ALL_ENDINGS)
+        raise DataError(f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of {expected}")
+    training, test = (_split(file, kind, str(ending).lower(), len(channels), notes) for kind in ("Tr", "Ts"))
     return Dataset(file.parent, labels, channels, training, test)
 
 
@@ -175,19 +174,14 @@ def _named_numbers(file: Path, numbers: Any) -> tuple[str, ...]:
         raise DataError(f"{file}: 'labels' should map names to numbers, such as {{'liver': 1}}")
     for name, number in numbers.items():
         if isinstance(number, list):
-            wrong = f"has the region {name!r}: {one_line(number)}; one number a label is expected"
-            raise DataError(f"{file}: 'labels' {wrong}")
+            region = f"{name!r}: {one_line(number)}"
+            raise DataError(f"{file}: 'labels' has the region {region}; one number a label is expected")
         if name == "ignore":
             raise DataError(f"{file}: 'labels' has 'ignore'; partly labelled volumes cannot be used")
-    if any(type(number) is not int for number in numbers.values()) or (
-        sorted(numbers.values()) != list(range(len(numbers)))
-    ):
-        listed = one_line(list(numbers.values()))
-        raise DataError(f"{file}: 'labels' should number from 0 without gaps, has {listed}")
-    return tuple(sorted(numbers, key=lambda name: int(numbers[name])))
+    return _in_order(file, "labels", [(number, name) for name, number in numbers.items()])
 
 
-def _split(file: Path, kind: str, ending: str, channels: int, notes: list[str] | None) -> tuple[Case, ...]:
+def _split(file: Path, kind: str, ending: str, channels: int, notes: Notes) -> tuple[Case, ...]:
     """List the cases of images{kind} and labels{kind}; labelsTs may be missing or incomplete."""
     images, labels = (file.parent / f"{what}{kind}" for what in ("images", "labels"))
     if not images.is_dir():
@@ -196,7 +190,7 @@ def _split(file: Path, kind: str, ending: str, channels: int, notes: list[str] |
     if ending in PICTURES and all(stem(path).endswith("_0000") for path in files):
         channels = 1  # one file of several colours, such as RGB
     report_skipped({*images.iterdir()} - _read_of(images, files), images, f"CASE_0000{ending}", notes)
-    label_files = _volumes_in(labels, (*ENDINGS, *PICTURES)) if labels.is_dir() else []
+    label_files = _volumes_in(labels, ALL_ENDINGS) if labels.is_dir() else []
     labelled = {_in_small(path): path for path in label_files}
     for path in files:
         if not NUMBERED.fullmatch(stem(path)):
@@ -245,27 +239,22 @@ def _case_of(path: Path) -> Path:
 
 
 def find_inputs(
-    path: str | Path,
-    channels: int = 1,
-    notes: list[str] | None = None,
-    modality: str | None = None,
-    pictures: bool = False,
+    path: str | Path, channels: int = 1, notes: Notes = None, modality: str | None = None, pictures: bool = False
 ) -> list[Case]:
-    """List the cases to predict on, from a volume's file (.nii.gz, .nii, .hdr beside its .img,
-    .nrrd, .mha, .mhd), a folder with a dataset.json (its test cases), or a folder of such files and
-    of DICOM series at any depth, sorted by name. Left out are files below a folder that holds such
-    files itself, and folders "derivatives", in which BIDS has masks and other results. modality:
-    take only series of this modality (CT, MR, PT, ...).
-    pictures: PNG, TIFF and JPEG files count as well. If any of them has colours, each file is a
-    case, whatever its number: a camera's IMG_0000.jpg and IMG_0001.jpg are two.
+    """List the cases to predict on, from a volume's file (.nii.gz, .nii, .hdr beside its .img, .nrrd, .mha, .mhd), a
+    folder with a dataset.json (its test cases), or a folder of such files and of DICOM series at any depth, sorted by
+    name. Left out are files below a folder that holds such files itself, and folders "derivatives", in which BIDS has
+    masks and other results. modality: take only series of this modality (CT, MR, PT, ...). pictures: PNG, TIFF and JPEG
+    files count as well. If any of them has colours, each file is a case, whatever its number: a camera's IMG_0000.jpg
+    and IMG_0001.jpg are two.
 
-    Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel
-    a `_0000` that every file has is left out of the names. Every DICOM series is a case, named as
-    in `find_series`. A line on other DICOM objects and one on other files are added to `notes`.
-    Nothing is opened beyond the headers of DICOM files and pictures, so a broken volume is listed
-    and raises when it is loaded. Raises DataError when there is nothing to predict on.
+    Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel a `_0000` that every
+    file has is left out of the names. Every DICOM series is a case, named as in `find_series`. A line on other DICOM
+    objects and one on other files are added to `notes`. Nothing is opened beyond the headers of DICOM files and
+    pictures, so a broken volume is listed and raises when it is loaded. Raises DataError when there is nothing to
+    predict on.
     """
-    path, endings = Path(path), (*ENDINGS, *PICTURES) if pictures else ENDINGS
+    path, endings = Path(path), ALL_ENDINGS if pictures else ENDINGS
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     if (path / "dataset.json").is_file():
@@ -329,7 +318,7 @@ def _pass_over(_: OSError) -> None:
     """Do nothing for a folder that cannot be opened: `find_series` counts it."""
 
 
-def _volumes_in(folder: Path, endings: tuple[str, ...] = ENDINGS) -> list[Path]:
+def _volumes_in(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     return [path for path in _named(folder.iterdir(), endings) if _is_there(path)]
 
 
@@ -345,16 +334,16 @@ def _named(paths: Iterable[Path], endings: tuple[str, ...]) -> list[Path]:
 
 
 def _read_of(folder: Path, files: Sequence[Path], slices: Sequence[Path] = ()) -> set[Path]:
-    """Return the entries of a folder that these volumes are read from or that hold them, and those
-    that are or hold DICOM files, `slices`: a separate note tells which of them are left out."""
+    """Return the entries of a folder that these volumes are read from or that hold them, and those that are or hold
+    DICOM files, `slices`: a separate note tells which of them are left out."""
     inside = {parent for path in {file.parent for file in (*files, *slices)} for parent in (path, *path.parents)}
     voxels = {file for path in files for file in companions(path)}
     return {*files, *slices, *inside, *voxels, folder / "DICOMDIR"}
 
 
 def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
-    """Return a name per file: its stem, with the folders before it where stems repeat (a/ct, b/ct),
-    and with its ending where only that differs (ct.nii, ct.nrrd)."""
+    """Return a name per file: its stem, with the folders before it where stems repeat (a/ct, b/ct), and with its ending
+    where only that differs (ct.nii, ct.nrrd)."""
     names = [stem(path) for path in paths]
     if len(set(names)) < len(names):
         places = [Path(os.path.relpath(path, folder)).parts or (path.name,) for path in paths]

@@ -18,7 +18,7 @@ from ndlightnet.data.volume.dicom_headers import (
     VOLUME_TAGS,
     Slice,
     checked,
-    dicom_files,
+    is_dicom,
     kind_of,
     numbers,
     read_header,
@@ -33,23 +33,13 @@ ALIKE = 1e-3  # largest difference of directions and pixel sizes in a series: th
 # Tags that a DICOM-SEG repeats from its source, so that it is filed beside it.
 REFERRED = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID")
 # These may be empty, but the standard requires them; de-identified files lack some.
-FILED = (
-    "PatientID",
-    "PatientName",
-    "PatientBirthDate",
-    "PatientSex",
-    "StudyDate",
-    "StudyTime",
-    "StudyID",
-    "AccessionNumber",
-    "ReferringPhysicianName",
-)
+FILED = ["PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyDate", "StudyTime", "StudyID"]
+FILED += ["AccessionNumber", "ReferringPhysicianName"]
 
 
 def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
-    """Open the series in these files of a folder; without `files`, the series of the folder, the
-    one with the most slices if there are several. Voxels are read once: their bytes are removed
-    from a header when they are decoded."""
+    """Open the series in these files of a folder; without `files`, the series of the folder, the one with the most
+    slices if there are several. Voxels are read once: their bytes are removed from a header when they are decoded."""
     slices, affine, notes = _series(folder, files)
 
     def read(z: slice, _: int) -> NDArray[Any]:
@@ -103,7 +93,7 @@ def _headers(folder: Path, files: Sequence[Path]) -> tuple[list[Any], list[str]]
     if files:  # the files are already selected: each is read whole
         return [read_header(file, voxels=True) for file in files], []
     series: dict[str, list[Any]] = {}
-    for header in map(read_header, dicom_files(folder)):
+    for header in map(read_header, filter(is_dicom, sorted(folder.iterdir()))):
         if kind_of(header) == "":
             series.setdefault(text_of(header, "SeriesInstanceUID"), []).append(header)
     if not series:
@@ -118,10 +108,8 @@ def _headers(folder: Path, files: Sequence[Path]) -> tuple[list[Any], list[str]]
     if len(series) > 1:
         first = series[chosen][0]
         about = f"SeriesNumber {text_of(first, 'SeriesNumber')}, {text_of(first, 'SeriesDescription')!r}"
-        notes.append(
-            f"{folder}: holds {len(series)} series; took the one with the most slices, "
-            f"{len(series[chosen])} ({one_line(about)}, {chosen})"
-        )
+        most = f"{len(series[chosen])} ({one_line(about)}, {chosen})"
+        notes.append(f"{folder}: holds {len(series)} series; took the one with the most slices, {most}")
     return series[chosen], notes
 
 
@@ -131,17 +119,16 @@ def _check_same(one: Slice, first: Slice) -> None:
     def shared(tag: str, same: bool) -> None:
         if not same:
             ours, theirs = (one_line(text_of(s.header, tag) or "missing") for s in (one, first))
-            raise DataError(
-                f"{one.file}: {tag} is {ours}, expected {theirs} as in {first.file.name}, of the same series"
-            )
+            expected = f"{theirs} as in {first.file.name}, of the same series"
+            raise DataError(f"{one.file}: {tag} is {ours}, expected {expected}")
 
     turns, others = (np.r_[s.along_row, s.along_column] for s in (one, first))
     shared("ImageOrientationPatient", np.allclose(turns, others, atol=ALIKE))
     shared("PixelSpacing", np.allclose(one.gaps, first.gaps, atol=ALIKE))
     shared("Rows", one.shape[0] == first.shape[0])
     shared("Columns", one.shape[1] == first.shape[1])
-    frames = [text_of(s.header, "FrameOfReferenceUID") for s in (one, first)]
-    shared("FrameOfReferenceUID", frames[0] == frames[1] or "" in frames)
+    frames = {text_of(s.header, "FrameOfReferenceUID") for s in (one, first)}
+    shared("FrameOfReferenceUID", len(frames) == 1 or "" in frames)
     # Slope and intercept may change from slice to slice (PET); no slice may lack them.
     for tag in sorted({*one.scaling} ^ {*first.scaling}):
         odd, complete = (one, first) if tag in first.scaling else (first, one)
@@ -153,14 +140,8 @@ def _thickness(one: Slice) -> float:
     if text_of(one.header, "SliceThickness") == "":
         return 0.0
     low, high = EDGES
-    mm = numbers(
-        one.header,
-        "SliceThickness",
-        1,
-        f"0 (not known) or {low:g} to {high:g} (mm)",
-        lambda mm: mm[0] == 0 or low <= mm[0] <= high,
-    )
-    return float(mm[0])
+    expected = f"0 (not known) or {low:g} to {high:g} (mm)"
+    return float(numbers(one.header, "SliceThickness", 1, expected, lambda mm: mm[0] == 0 or low <= mm[0] <= high)[0])
 
 
 def _even_step(folder: Path, slices: Sequence[Slice], normal: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -186,13 +167,11 @@ def _even_step(folder: Path, slices: Sequence[Slice], normal: NDArray[np.float64
 
 
 def save_segmentation(labels: Tensor | NDArray[Any], grid: FileGrid, path: str | Path, names: Sequence[str]) -> None:
-    """Writes labels (x, y, z), whole numbers, as a DICOM-SEG (`.dcm`, binary segments) that refers
-    to the slices of `grid`. names[n] names the label n; 0 is the background and no segment. The
-    file appears complete or not at all.
+    """Writes labels (x, y, z), whole numbers, as a DICOM-SEG (`.dcm`, binary segments) that refers to the slices of
+    `grid`. names[n] names the label n; 0 is the background and no segment. The file appears complete or not at all.
 
-    Raises ValueError for labels of another shape or kind or without a name, DataError when the
-    grid is not of a DICOM series or lacks the UIDs to refer to, when highdicom is not installed or
-    the file cannot be written.
+    Raises ValueError for labels of another shape or kind or without a name, DataError when the grid is not of a DICOM
+    series or lacks the UIDs to refer to, when highdicom is not installed or the file cannot be written.
     """
     path, folder = Path(path), grid.path
     if path.suffix != ".dcm":
@@ -202,8 +181,7 @@ def save_segmentation(labels: Tensor | NDArray[Any], grid: FileGrid, path: str |
     try:
         import highdicom
     except ImportError as error:
-        need = 'a DICOM-SEG needs highdicom: pip install "ndlightnet[dicom]"'
-        raise DataError(f"{path}: {need}") from error
+        raise DataError(f'{path}: a DICOM-SEG needs highdicom: pip install "ndlightnet[dicom]"') from error
     slices = grid.slices
     array = label_array(labels, grid.shape[:3], folder)
     if array.max() >= len(names):
@@ -220,23 +198,20 @@ def save_segmentation(labels: Tensor | NDArray[Any], grid: FileGrid, path: str |
                 setattr(header, tag, "")
         header.SliceThickness = _thickness(one) or apart
         header.SpacingBetweenSlices = apart
-    tissue = highdicom.sr.CodedConcept("85756007", "SCT", "Tissue")
+    coded = highdicom.sr.CodedConcept
+    family = coded("123109", "DCM", "Artificial Intelligence")
+    ours = highdicom.AlgorithmIdentificationSequence(name="ndlightnet", version="1", family=family)
     segments = [
         highdicom.seg.SegmentDescription(
             segment_number=number,
             segment_label=name[:64],  # as long as the standard allows
-            segmented_property_category=tissue,
+            segmented_property_category=coded("85756007", "SCT", "Tissue"),
             # The meaning of a name is not known here: a private code with that name stands for it.
-            segmented_property_type=highdicom.sr.CodedConcept(str(number), "99NDLIGHTNET", name[:64]),
+            segmented_property_type=coded(str(number), "99NDLIGHTNET", name[:64]),
             algorithm_type="AUTOMATIC",
-            algorithm_identification=highdicom.AlgorithmIdentificationSequence(
-                name="ndlightnet",
-                version="1",
-                family=highdicom.sr.CodedConcept("123109", "DCM", "Artificial Intelligence"),
-            ),
+            algorithm_identification=ours,
         )
-        for number, name in enumerate(names)
-        if number > 0
+        for number, name in enumerate(names[1:], 1)
     ]
     try:
         written = highdicom.seg.Segmentation(

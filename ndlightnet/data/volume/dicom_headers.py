@@ -1,5 +1,5 @@
-"""Headers of DICOM files: the kind of object that each describes, and a check of every number of a
-slice, so that later code meets no NaN, no missing tag and no invalid length."""
+"""Headers of DICOM files: the kind of object that each describes, and a check of every number of a slice, so that later
+code meets no NaN, no missing tag and no invalid length."""
 
 import re
 from collections.abc import Callable
@@ -26,30 +26,15 @@ SCALING = ("RescaleSlope", "RescaleIntercept")
 SAME_PLACE = 0.01  # mm
 # What differs between the volumes of one series: echoes, acquisitions, phases, kinds of images,
 # times. A volume is named by the first that tell it apart.
-VOLUME_TAGS = (
-    "EchoNumbers",
-    "EchoTime",
-    "AcquisitionNumber",
-    "TemporalPositionIdentifier",
-    "NominalPercentageOfCardiacPhase",
-    "TriggerTime",
-    "ImageType",
-    "InversionTime",
-    "FlipAngle",
-    "DiffusionBValue",
-    "KVP",
-    "ConvolutionKernel",
-    "FrameReferenceTime",
-    "AcquisitionTime",
-    "ContentTime",
-)
+VOLUME_TAGS = ["EchoNumbers", "EchoTime", "AcquisitionNumber", "TemporalPositionIdentifier"]
+VOLUME_TAGS += ["NominalPercentageOfCardiacPhase", "TriggerTime", "ImageType", "InversionTime", "FlipAngle"]
+VOLUME_TAGS += ["DiffusionBValue", "KVP", "ConvolutionKernel", "FrameReferenceTime", "AcquisitionTime", "ContentTime"]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A file of one slice. place: position of its first voxel, mm; along_row, along_column: unit
-    vectors; gaps: mm between rows and between columns; scaling: tags that turn stored values into
-    units."""
+    """A file of one slice. place: position of its first voxel, mm; along_row, along_column: unit vectors; gaps: mm
+    between rows and between columns; scaling: tags that turn stored values into units."""
 
     file: Path
     header: Any
@@ -63,11 +48,6 @@ class Slice:
     @property
     def normal(self) -> Numbers:
         return np.cross(self.along_row, self.along_column)
-
-
-def dicom_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that are marked as DICOM, whatever their ending."""
-    return [file for file in sorted(folder.iterdir()) if is_dicom(file)]
 
 
 def is_dicom(file: Path) -> bool:
@@ -90,8 +70,8 @@ def text_of(header: Any, tag: str) -> str:
 
 
 def kind_of(header: Any) -> str:
-    """Return "" for the slice of a volume, else the kind of object in a word: reports, plans,
-    structures, scouts and photographs are in the folders of images too."""
+    """Return "" for the slice of a volume, else the kind of object in a word: reports, plans, structures, scouts and
+    photographs are in the folders of images too."""
     uid = text_of(header.file_meta, "MediaStorageSOPClassUID") or text_of(header, "SOPClassUID")
     name = UID(uid).name
     image = "Image Storage" in name if name != uid else "Rows" in header  # unknown: by its tags
@@ -105,16 +85,15 @@ def kind_of(header: Any) -> str:
 
 
 def is_mosaic(header: Any) -> bool:
-    """Return whether the image is a Siemens MOSAIC: one plane with all slices of a volume as its
-    tiles."""
+    """Return whether the image is a Siemens MOSAIC: one plane with all slices of a volume as its tiles."""
     return "MOSAIC" in text_of(header, "ImageType").upper()
 
 
 def numbers(
     header: Any, tag: str, count: int, expected: str, good: Callable[[Numbers], Any] = lambda values: True
 ) -> Numbers:
-    """Return the `count` finite numbers of a tag. DataError, with the file, the tag and its value,
-    if it is missing, does not hold such numbers, or they are not `good`."""
+    """Return the `count` finite numbers of a tag. DataError, with the file, the tag and its value, if it is missing,
+    does not hold such numbers, or they are not `good`."""
     try:  # pydicom converts a value when it is asked for
         value = header.get(tag)
         values = np.array(value, dtype=float).reshape(-1)
@@ -127,9 +106,9 @@ def numbers(
     return values
 
 
-def whole_number(header: Any, tag: str, default: int, among: range | tuple[int, ...]) -> int:
-    """Return the whole number of a tag, one of `among`; `default` if it is missing."""
-    if text_of(header, tag) == "":
+def whole_number(header: Any, tag: str, default: int | None, among: range | tuple[int, ...]) -> int:
+    """Return the whole number of a tag, one of `among`; `default` if it is missing, DataError if that is None."""
+    if text_of(header, tag) == "" and default is not None:
         return default
     some = f"{among[0]} to {among[-1]}" if isinstance(among, range) else " or ".join(map(str, among))
     return int(numbers(header, tag, 1, some, lambda values: values[0] in among)[0])
@@ -140,50 +119,30 @@ def place_of(header: Any) -> Numbers:
 
 
 def checked(header: Any) -> Slice:
-    """Return the slice of a header, with its numbers checked. DataError names the file, the tag,
-    its value and what was expected."""
+    """Return the slice of a header, with its numbers checked. DataError names the file, the tag, its value and what was
+    expected."""
     file = Path(header.filename)
     if whole_number(header, "NumberOfFrames", 1, range(2**31)) > 1:
         raise DataError(f"{file}: holds several frames; only files of one slice can be read")
     if (kind := text_of(header, "PhotometricInterpretation")) == "":
         raise DataError(f"{file}: has no PhotometricInterpretation, or is cut short before it")
     if whole_number(header, "SamplesPerPixel", 1, (1, 3, 4)) > 1 or not kind.startswith("MONOCHROME"):
-        raise DataError(
-            f"{file}: PhotometricInterpretation is {one_line(kind)}, expected MONOCHROME1 or "
-            "MONOCHROME2: voxels should be real numbers, are colours"
-        )
+        expected = "MONOCHROME1 or MONOCHROME2: voxels should be real numbers, are colours"
+        raise DataError(f"{file}: PhotometricInterpretation is {one_line(kind)}, expected {expected}")
     if is_mosaic(header):
         raise DataError(
-            f"{file}: ImageType is {one_line(text_of(header, 'ImageType'))}: a MOSAIC holds the "
-            "slices of a volume as tiles of one plane; expected a file for each slice, or NIfTI, "
-            "to which dcm2niix converts it"
+            f"{file}: ImageType is {one_line(text_of(header, 'ImageType'))}: a MOSAIC holds the slices of a volume as "
+            "tiles of one plane; expected a file for each slice, or NIfTI, to which dcm2niix converts it"
         )
-    place = place_of(header)
+    place, (low, high) = place_of(header), EDGES
     cosines = numbers(header, "ImageOrientationPatient", 6, "two directions at right angles, of length 1", _turn)
-    low, high = EDGES
-    gaps = numbers(
-        header,
-        "PixelSpacing",
-        2,
-        f"2 numbers from {low:g} to {high:g} (mm)",
-        lambda mm: low <= mm.min() and mm.max() <= high,
-    )
-    sides = range(1, 2**16)
-    rows, columns = (
-        int(numbers(header, tag, 1, "1 to 65535", lambda values: values[0] in sides)[0]) for tag in ("Rows", "Columns")
-    )
+    in_range = f"2 numbers from {low:g} to {high:g} (mm)"
+    gaps = numbers(header, "PixelSpacing", 2, in_range, lambda mm: low <= mm.min() and mm.max() <= high)
+    rows, columns = (whole_number(header, tag, None, range(1, 2**16)) for tag in ("Rows", "Columns"))
     whole_number(header, "BitsAllocated", 16, (8, 16, 32))
-    lengths = np.linalg.norm(cosines.reshape(2, 3), axis=1)
-    return Slice(
-        file,
-        header,
-        place,
-        cosines[:3] / lengths[0],
-        cosines[3:] / lengths[1],
-        (float(gaps[0]), float(gaps[1])),
-        (rows, columns),
-        _scaling(header),
-    )
+    along_row, along_column = cosines.reshape(2, 3) / np.linalg.norm(cosines.reshape(2, 3), axis=1, keepdims=True)
+    spacing = float(gaps[0]), float(gaps[1])
+    return Slice(file, header, place, along_row, along_column, spacing, (rows, columns), _scaling(header))
 
 
 def _turn(cosines: Numbers) -> bool:
@@ -193,8 +152,8 @@ def _turn(cosines: Numbers) -> bool:
 
 
 def _scaling(header: Any) -> tuple[str, ...]:
-    """Return the tags that turn stored values into units, after a check of their values: slope or
-    intercept without the other would be ignored later."""
+    """Return the tags that turn stored values into units, after a check of their values: slope or intercept without the
+    other would be ignored later."""
     if "ModalityLUTSequence" in header:
         return ("ModalityLUTSequence",)
     if not any(tag in header for tag in SCALING):

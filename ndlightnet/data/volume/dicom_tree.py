@@ -31,33 +31,19 @@ from ndlightnet.data.volume.formats import ENDINGS, RESULTS, stem
 
 MANY = 500  # files; reading the headers of more takes seconds, which a progress bar shows
 KEPT = 40  # letters of each part of a name
-# The only tags of a header that are held here: there may be tens of thousands of headers.
-TAGS = [
-    "SOPClassUID",
-    "SOPInstanceUID",
-    "SeriesInstanceUID",
-    "StudyInstanceUID",
-    "PatientID",
-    "PatientName",
-    "FrameOfReferenceUID",
-    "Modality",
-    "SeriesNumber",
-    "SeriesDescription",
-    "ImagePositionPatient",
-    "ImageOrientationPatient",
-    "Rows",
-    *VOLUME_TAGS,
-]
 ONE_SERIES = ("SeriesInstanceUID", "StudyInstanceUID", "PatientID", "FrameOfReferenceUID")
+# The only tags of a header that are held here: there may be tens of thousands of headers.
+TAGS = [*ONE_SERIES, *VOLUME_TAGS, "SOPClassUID", "SOPInstanceUID", "PatientName", "Modality", "SeriesNumber"]
+TAGS += ["SeriesDescription", "ImagePositionPatient", "ImageOrientationPatient", "Rows"]
 
 Differences = tuple[tuple[str, str], ...]  # tags and their values
 
 
 @dataclass
 class Series:
-    """Images of one SeriesInstanceUID. folder: the deepest folder that holds them all. volume: what
-    tells these images from the other volumes of the series, such as (("EchoNumbers", "2"),). name:
-    "" if the name of the folder is enough."""
+    """Images of one SeriesInstanceUID. folder: the deepest folder that holds them all. volume: what tells these images
+    from the other volumes of the series, such as (("EchoNumbers", "2"),). name: "" if the name of the folder is
+    enough."""
 
     folder: Path
     headers: list[Any] = field(default_factory=list)
@@ -79,15 +65,15 @@ class Series:
 
 
 def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], str, list[Path]]:
-    """Return every series of images below a folder, in order of their folders, or those of one
-    modality (CT, MR, PT, ...); a line on other DICOM objects, "" if there are none; and all DICOM
-    files. Files with the ending of another format are not opened. A series that holds several
-    volumes (echoes, acquisitions, phases, times) is returned as one for each.
+    """Return every series of images below a folder, in order of their folders, or those of one modality (CT, MR, PT,
+    ...); a line on other DICOM objects, "" if there are none; and all DICOM files. Files with the ending of another
+    format are not opened. A series that holds several volumes (echoes, acquisitions, phases, times) is returned as one
+    for each.
 
-    A series that is alone in the folder, or in a direct subfolder, is named after that folder; any
-    other by patient, modality, SeriesNumber and what differs between the volumes and, if that is
-    not unique, by a hash of its UID and folder. A file whose header cannot be read is added to
-    every series of its folder, so that they are refused with its name: it may be a slice of any.
+    A series that is alone in the folder, or in a direct subfolder, is named after that folder; any other by patient,
+    modality, SeriesNumber and what differs between the volumes and, if that is not unique, by a hash of its UID and
+    folder. A file whose header cannot be read is added to every series of its folder, so that they are refused with its
+    name: it may be a slice of any.
     """
     collected: list[Series] = []
     skipped: Counter[str] = Counter()
@@ -154,8 +140,8 @@ def _sort_out(folder: Path, headers: dict[Path, Any], collected: list[Series], s
 
 
 def _join(collected: list[Series], series: Series) -> None:
-    """Add a series, or the rest of one: some archives put a fixed number of files into a folder and
-    continue in the next. A copy, with the same objects, is a separate series."""
+    """Add a series, or the rest of one: some archives put a fixed number of files into a folder and continue in the
+    next. A copy, with the same objects, is a separate series."""
     for begun in collected:
         same = series.text(ONE_SERIES[0]) and all(begun.text(tag) == series.text(tag) for tag in ONE_SERIES)
         if same and not begun.texts("SOPInstanceUID") & series.texts("SOPInstanceUID"):
@@ -167,9 +153,9 @@ def _join(collected: list[Series], series: Series) -> None:
 
 
 def _volumes(series: Series) -> list[Series]:
-    """Return the volumes of a series by the tags that tell apart the images of one place: echoes,
-    acquisitions, phases, times. Each has images at more than half of the places: a slice that is
-    there twice is no volume, and tags that differ from slice to slice tell none."""
+    """Return the volumes of a series by the tags that tell apart the images of one place: echoes, acquisitions, phases,
+    times. Each has images at more than half of the places: a slice that is there twice is no volume, and tags that
+    differ from slice to slice tell none."""
     if not series.headers or any(map(is_mosaic, series.headers)):
         return [series]
     try:
@@ -204,8 +190,8 @@ def _volumes(series: Series) -> list[Series]:
 
 
 def _numbered(places: Sequence[NDArray[np.float64]]) -> list[int]:
-    """Return a number for each place (3,): the same where they are less than SAME_PLACE apart along
-    the axis on which they spread most."""
+    """Return a number for each place (3,): the same where they are less than SAME_PLACE apart along the axis on which
+    they spread most."""
     along = np.stack(places)[:, np.ptp(places, axis=0).argmax()]
     order = along.argsort(kind="stable")
     numbers, number = [0] * len(places), 0

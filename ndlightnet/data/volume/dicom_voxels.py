@@ -1,5 +1,5 @@
-"""Voxels of DICOM files. pydicom decodes them, but for JPEG and JPEG-LS: there it needs packages
-that are not installed, and SimpleITK has decoders of all their processes."""
+"""Voxels of DICOM files. pydicom decodes them, but for JPEG and JPEG-LS: there it needs packages that are not
+installed, and SimpleITK has decoders of all their processes."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,8 +22,8 @@ STORED = ("Rows", "Columns", "SamplesPerPixel", "BitsAllocated", "BitsStored", "
 
 
 def read_voxels(header: Any) -> NDArray[Any]:
-    """Return the voxels (x, y) of one slice with its rescale slope and intercept applied. DataError
-    names the file, and a transfer syntax that cannot be decoded."""
+    """Return the voxels (x, y) of one slice with its rescale slope and intercept applied. DataError names the file, and
+    a transfer syntax that cannot be decoded."""
     file = Path(header.filename)
     with readable(file):
         source = header if "PixelData" in header else pydicom.dcmread(file)
@@ -40,16 +40,14 @@ def _stored(file: Path, source: Any) -> NDArray[Any]:
     try:
         get_decoder(syntax)
     except NotImplementedError:
-        raise DataError(
-            f"{file}: TransferSyntaxUID is {syntax} ({syntax.name}), expected uncompressed voxels "
-            "or RLE, JPEG, JPEG-LS or JPEG 2000"
-        ) from None
+        expected = "uncompressed voxels or RLE, JPEG, JPEG-LS or JPEG 2000"
+        raise DataError(f"{file}: TransferSyntaxUID is {syntax} ({syntax.name}), expected {expected}") from None
     return pixel_array(source)
 
 
 def _jpeg(file: Path, source: Any) -> NDArray[Any]:
-    """Return the stored values (y, x) as SimpleITK decodes them. It reads files only, and applies
-    the rescale of some classes of objects: it gets a file of the stored values alone."""
+    """Return the stored values (y, x) as SimpleITK decodes them. It reads files only, and applies the rescale of some
+    classes of objects: it gets a file of the stored values alone."""
     import SimpleITK as sitk
 
     syntax = source.file_meta.TransferSyntaxUID
@@ -73,7 +71,6 @@ def _jpeg(file: Path, source: Any) -> NDArray[Any]:
     values: NDArray[Any] = sitk.GetArrayFromImage(image)
     rows, columns = values.shape[-2:]
     if (rows, columns) != (source.Rows, source.Columns):
-        raise DataError(
-            f"{file}: its PixelData has {rows} rows and {columns} columns, expected {source.Rows} and {source.Columns}"
-        )
+        expected = f"{source.Rows} and {source.Columns}"
+        raise DataError(f"{file}: its PixelData has {rows} rows and {columns} columns, expected {expected}")
     return values.reshape(rows, columns)

@@ -22,22 +22,10 @@ SLAB = 2**18  # voxels read at a time: 2 MB in float64
 # bytes of this machine's memory, where the system tells
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 NO_SIDES = "left and right are not known"
-MILLIMETRES = {
-    "": 1.0,
-    "mm": 1.0,
-    "um": 1e-3,
-    "\u00b5m": 1e-3,
-    "\u03bcm": 1e-3,
-    "nm": 1e-6,
-    "cm": 10.0,
-    "m": 1e3,
-    "millimeter": 1.0,
-    "micron": 1e-3,
-    "micrometer": 1e-3,
-    "nanometer": 1e-6,
-    "centimeter": 10.0,
-    "meter": 1e3,
-}
+# Units of length in mm; longer names are spelt as ITK and nibabel do.
+MILLIMETRES = {"": 1.0, "mm": 1.0, "um": 1e-3, "nm": 1e-6, "cm": 10.0, "m": 1e3, "micron": 1e-3}
+MILLIMETRES |= {"\u00b5m": 1e-3, "\u03bcm": 1e-3}  # the micro sign and the Greek letter
+MILLIMETRES |= {"millimeter": 1.0, "micrometer": 1e-3, "nanometer": 1e-6, "centimeter": 10.0, "meter": 1e3}
 SECONDS = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "msec": 1e-3, "us": 1e-6, "usec": 1e-6}
 # read(z, channel): the slices z as (x, y, n), rescaled, in the file's type or float64
 Read = Callable[[slice, int], NDArray[Any]]
@@ -45,11 +33,10 @@ Read = Callable[[slice, int], NDArray[Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """One patient: image files (each a file or a folder with a DICOM series), the first of which
-    gives the grid, and the label file if there is one. slices: the files of the DICOM series, as
-    the folder may hold others; empty: the folder's series with the most slices. over_time: the
-    fourth axis of its files is time, not channels. The name is changed to a valid file name:
-    results are named after it."""
+    """One patient: image files (each a file or a folder with a DICOM series), the first of which gives the grid, and
+    the label file if there is one. slices: the files of the DICOM series, as the folder may hold others; empty: the
+    folder's series with the most slices. over_time: the fourth axis of its files is time, not channels. The name is
+    changed to a valid file name: results are named after it."""
 
     name: str
     images: tuple[Path, ...]
@@ -71,15 +58,14 @@ class Case:
 class FileGrid:
     """The grid of a file, without its voxels.
 
-    shape: (x, y, z, channels or frames). affine: (4, 4) float64, from voxel indices to RAS mm.
-    notes: one line for each decision made for the user. slices: those of a DICOM series, in order
-    of z. labels: makes a nibabel image of labels (x, y, z) or (x, y, z, frames) with the header of
-    a NIfTI file, else None. write: writes labels of a picture to a file. ending: of the labels'
-    file. time_step: seconds from one frame to the next, None if not known. unit: the file's unit of
-    length, in mm. value_unit: of the voxels, as DICOM has it for PET (BQML, GML: SUV), "" if the
-    file has none.
-    Raises DataError for more voxels than the memory can hold as float32, and for an affine that
-    cannot be inverted or has edges outside 0.001 to 100 mm (in units below 1 mm from 0.001 units).
+    shape: (x, y, z, channels or frames). affine: (4, 4) float64, from voxel indices to RAS mm. notes: one line for each
+    decision made for the user. slices: those of a DICOM series, in order of z. write: writes labels (x, y, z[,
+    frames]) to a file in the format of this one; None: as NIfTI. ending: of the labels' file. time_step: seconds from
+    one frame to the next, None if not known. unit: the file's unit of length, in mm. value_unit: of the voxels, as
+    DICOM has it for PET (BQML, GML: SUV), "" if the file has none.
+
+    Raises DataError for more voxels than the memory can hold as float32, and for an affine that cannot be inverted or
+    has edges outside 0.001 to 100 mm (in units below 1 mm from 0.001 units).
     """
 
     path: Path
@@ -87,7 +73,6 @@ class FileGrid:
     affine: NDArray[np.float64]
     notes: tuple[str, ...] = ()
     slices: tuple[Any, ...] = ()
-    labels: Callable[[NDArray[Any]], Any] | None = None
     time_step: float | None = None
     write: Callable[[NDArray[Any], Path], None] | None = None
     ending: str = ".nii.gz"
@@ -130,27 +115,24 @@ class FileGrid:
                 layers = slice(low, min(low + step, z))
                 yield channel, layers, read(layers, channel)
 
-    def label_image(self, labels: Tensor | NDArray[Any]) -> Any:
-        """Return the nibabel image of labels (x, y, z), or (x, y, z, frames), on this grid, checked
-        by `label_array`. A series of one frame is a volume."""
+    def write_labels(self, labels: Tensor | NDArray[Any], path: Path) -> None:
+        """Write labels (x, y, z), or (x, y, z, frames), on this grid, checked by `label_array`. A series of one frame
+        is a volume."""
         array = label_array(labels, self.shape[: 4 if labels.ndim == 4 else 3], self.path)
         array = array[..., 0] if array.shape[3:] == (1,) else array
-        image: Any
-        if self.labels is None:
-            unit = 1e-3 if self.unit < 1 else 1.0
-            affine = np.diag([1 / unit] * 3 + [1]) @ self.affine
-            image = nibabel.Nifti1Image(array, affine)  # type: ignore[no-untyped-call]
-            image.set_sform(affine, code=1)  # 1: scanner coordinates
-            image.header.set_xyzt_units("micron" if unit < 1 else "mm")
-        else:
-            image = self.labels(array)
-        image.set_data_dtype(array.dtype)
-        return image
+        if self.write is not None:
+            self.write(array, path)
+            return
+        unit = 1e-3 if self.unit < 1 else 1.0
+        affine = np.diag([1 / unit] * 3 + [1]) @ self.affine
+        image = nibabel.Nifti1Image(array, affine)
+        image.set_sform(affine, code=1)  # 1: scanner coordinates
+        image.header.set_xyzt_units("micron" if unit < 1 else "mm")
+        nibabel.save(image, path)
 
 
 def four_axes(path: Path, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
-    """Return (x, y, z, channels or frames). A plane is one slice; axes of length 1 at the end do
-    not count."""
+    """Return (x, y, z, channels or frames). A plane is one slice; axes of length 1 at the end do not count."""
     if np.dtype(dtype).kind not in "biuf":
         raise DataError(f"{path}: voxels should be real numbers, are {dtype}")
     axes = tuple(int(n) for n in shape)
@@ -189,8 +171,8 @@ def check_size(path: Path, shape: Sequence[int], itemsize: int, most: float, hol
 
 
 def label_array(labels: Tensor | NDArray[Any], shape: Sequence[int], path: Path) -> NDArray[np.uint8 | np.int16]:
-    """Return labels as uint8, or int16 if one is above 255. Raises ValueError unless they are whole
-    numbers in 0..32767 on the grid (`shape`) of the image at `path`."""
+    """Return labels as uint8, or int16 if one is above 255. Raises ValueError unless they are whole numbers in 0..32767
+    on the grid (`shape`) of the image at `path`."""
     array = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
     if array.dtype.kind not in "biu":
         raise ValueError(f"labels should be whole numbers, got {array.dtype}")

@@ -20,8 +20,8 @@ SAMPLE = 10_000  # labelled voxels per case whose values are stored
 class Fingerprint:
     """Statistics of all cases; axes are x to the right, y to the front, z to the head.
 
-    shapes: (cases, 3) voxels. spacings: (cases, 3) mm. values: (channels, samples) of labelled
-    voxels, at most SAMPLE of each case. voxels: (classes,) voxels of each class in all cases.
+    shapes: (cases, 3) voxels. spacings: (cases, 3) mm. values: (channels, samples) of labelled voxels, at most SAMPLE
+    of each case. voxels: (classes,) voxels of each class in all cases.
     """
 
     shapes: NDArray[np.int64]
@@ -36,7 +36,7 @@ def fingerprint(cases: Sequence[Case], classes: int, channels: int | None = None
     def measure(case: Case) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32], NDArray[np.int64]]:
         volume = Volume.read(case, classes, channels)
         image, label = volume.image, volume.label.numpy()[0]
-        axes = nibabel.io_orientation(image.affine.numpy())[:, 0].astype(int)  # type: ignore[no-untyped-call]
+        axes = nibabel.io_orientation(image.affine.numpy())[:, 0].astype(int)
         order = np.argsort(axes)
         places = np.flatnonzero(label)
         rng = np.random.default_rng(0)

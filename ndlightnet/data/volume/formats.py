@@ -14,11 +14,10 @@ from ndlightnet.data.volume.nifti import open_nifti, open_pair
 
 @dataclass(frozen=True)
 class Reader:
-    """A format. open(path, slices): returns the grid, and a function that reads the voxels a few
-    slices at a time, so that a volume of gigabytes is never held twice. endings: of its files, in
-    lower case; empty: it is a folder. voxels: endings of the further files that it reads.
-    picture: it holds a plane, which only a network of two axes asks for. open_label: for a format
-    whose labels are read in another way than its images."""
+    """A format. open(path, slices): returns the grid, and a function that reads the voxels a few slices at a time, so
+    that a volume of gigabytes is never held twice. endings: of its files, in lower case; empty: it is a folder. voxels:
+    endings of the further files that it reads. picture: it holds a plane, which only a network of two axes asks for.
+    open_label: for a format whose labels are read in another way than its images."""
 
     name: str
     endings: tuple[str, ...]
@@ -47,8 +46,8 @@ RESULTS = "derivatives"  # the folder in which BIDS has masks and other results
 
 
 def open_file(path: Path, slices: Sequence[Path] = (), label: bool = False) -> tuple[FileGrid, Read]:
-    """Open a file of an image or of a label, or a folder with the DICOM slices, by its format's
-    reader; an unknown ending is taken for NIfTI. Raises DataError if it cannot be read."""
+    """Open a file of an image or of a label, or a folder with the DICOM slices, by its format's reader; an unknown
+    ending is taken for NIfTI. Raises DataError if it cannot be read."""
     with readable(path):
         reader = FOLDER if path.is_dir() else reader_of(path)
         return ((label and reader.open_label) or reader.open)(path, slices)

@@ -1,6 +1,6 @@
-"""Reader of pictures (PNG, TIFF, JPEG) as volumes of one slice, and the writer of their labels, by
-Pillow. SimpleITK reads only colours of 16 bits, which Pillow would cut to 8: of a label's palette
-it gives the colours, not the indices."""
+"""Reader of pictures (PNG, TIFF, JPEG) as volumes of one slice, and the writer of their labels, by Pillow. SimpleITK
+reads only colours of 16 bits, which Pillow would cut to 8: of a label's palette it gives the colours, not the
+indices."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ TOO_DEEP = "has 16 bits a channel, expected 8, or RGB or RGBA without an orienta
 
 
 def open_picture(path: Path, _: Sequence[Path] = (), label: bool = False) -> tuple[FileGrid, Read]:
-    """Open a picture as (x to the right, y down, 1, channels). A pixel counts as 1 mm, as in
-    nnU-Net; the resolution (dpi) of a file is written to its labels again. An alpha channel is left
-    out. Of a palette an image (label=False) takes the colours, as RGB, and a label the indices. A
-    label in RGB whose three colours are equal is grey.
+    """Open a picture as (x to the right, y down, 1, channels). A pixel counts as 1 mm, as in nnU-Net; the resolution
+    (dpi) of a file is written to its labels again. An alpha channel is left out. Of a palette an image (label=False)
+    takes the colours, as RGB, and a label the indices. A label in RGB whose three colours are equal is grey.
 
-    Colours of 16 bits a channel keep them. Raises DataError for a label in colours, for what
-    `open_image` refuses, and for colours of 16 bits that are not RGB or RGBA or that an orientation
-    tag turns.
+    Colours of 16 bits a channel keep them. Raises DataError for a label in colours, for what `open_image` refuses, and
+    for colours of 16 bits that are not RGB or RGBA or that an orientation tag turns.
     """
     with open_image(path) as file:
         kind, deep = file.format, has_deep_colours(file)  # before a tag is read, which decodes

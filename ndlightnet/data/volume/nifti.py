@@ -1,5 +1,5 @@
-"""Reader of NIfTI and Analyze files, by nibabel. MONAI's NibabelReader is not used: it rewrites an
-affine that disagrees with pixdim."""
+"""Reader of NIfTI and Analyze files, by nibabel. MONAI's NibabelReader is not used: it rewrites an affine that
+disagrees with pixdim."""
 
 import gzip
 from collections.abc import Sequence
@@ -24,22 +24,8 @@ SPACING_ERROR = 1e-3  # largest relative difference of two spacings of one heade
 # The codes of xyzt_units: three bits for space, the next three for time.
 SPACE, TIME = {0: "", 1: "m", 2: "mm", 3: "um"}, {8: "s", 16: "ms", 24: "us"}
 # What a label takes from the header of its scan. Other fields and extensions hold names and dates.
-GRID_FIELDS = (
-    "pixdim",
-    "xyzt_units",
-    "toffset",
-    "qform_code",
-    "sform_code",
-    "quatern_b",
-    "quatern_c",
-    "quatern_d",
-    "qoffset_x",
-    "qoffset_y",
-    "qoffset_z",
-    "srow_x",
-    "srow_y",
-    "srow_z",
-)
+GRID_FIELDS = ["pixdim", "xyzt_units", "toffset", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d"]
+GRID_FIELDS += ["qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z"]
 
 
 def open_nifti(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
@@ -48,9 +34,9 @@ def open_nifti(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
 
 
 def open_pair(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
-    """Open a pair of a header (.hdr) and voxels (.img), NIfTI or Analyze, by the name of either.
-    Analyze may have its affine in a third file (.mat), which SPM writes."""
-    names = types_filenames(path, Spm2AnalyzeImage.files_types)  # type: ignore[no-untyped-call]
+    """Open a pair of a header (.hdr) and voxels (.img), NIfTI or Analyze, by the name of either. Analyze may have its
+    affine in a third file (.mat), which SPM writes."""
+    names = types_filenames(path, Spm2AnalyzeImage.files_types)
     files = {}
     for what, name in names.items():
         file = Path(name)
@@ -74,9 +60,8 @@ def _packed(path: Path) -> bool:
 
 
 def _open(path: Path, files: dict[str, Path], kinds: Sequence[Any]) -> tuple[FileGrid, Read]:
-    """Open every file once. nibabel.load would open one a second time and stop at the last voxel,
-    before gzip's checksum, which is needed: most flipped bits give other voxels, not a broken
-    stream."""
+    """Open every file once. nibabel.load would open one a second time and stop at the last voxel, before gzip's
+    checksum, which is needed: most flipped bits give other voxels, not a broken stream."""
     packed = _packed(path)
     streams: dict[str, Any] = {
         what: gzip.GzipFile(file) if packed else file.open("rb")
@@ -112,31 +97,25 @@ def _open(path: Path, files: dict[str, Path], kinds: Sequence[Any]) -> tuple[Fil
         edges = np.linalg.norm(image.affine[:3, :3], axis=0)[axes]
         zooms = np.abs(header["pixdim"][1:4])[axes]
         if not np.allclose(edges, zooms, rtol=SPACING_ERROR, atol=0):
-            taken, left = (" x ".join(f"{n:.4g}" for n in sides) for sides in (edges, zooms))
-            notes.append(f"{path}: its sform has voxels of {taken}, which are taken, pixdim {left}")
+            edges_text, zooms_text = (" x ".join(f"{n:.4g}" for n in sides) for sides in (edges, zooms))
+            notes.append(f"{path}: its sform has voxels of {edges_text}, which are taken, pixdim {zooms_text}")
     code = 0 if analyze else int(header["xyzt_units"])
     unit = bytes(header["vox_units"]).decode("latin1") if analyze else SPACE.get(code & 7, code)
     mm = file_grid.millimetres(path, unit, notes)
     step = None if analyze else file_grid.seconds(float(header["pixdim"][4]), TIME.get(code & 56, ""))
 
-    def labels(array: NDArray[Any]) -> Any:
+    def write(array: NDArray[Any], file: Path) -> None:
         single = nibabel.Nifti2Image if header["sizeof_hdr"] == 540 else nibabel.Nifti1Image
         grid = single.header_class()
         for field in GRID_FIELDS:
             grid[field] = header[field]
         # A header that is passed together with its affine keeps both codes and transforms.
-        return single(array, image.affine, grid)
+        labels = single(array, image.affine, grid)
+        labels.set_data_dtype(array.dtype)
+        nibabel.save(labels, file)
 
-    grid = FileGrid(
-        path,
-        shape,
-        np.diag([mm, mm, mm, 1]) @ image.affine,
-        tuple(notes),
-        labels=None if analyze else labels,
-        time_step=step,
-        unit=mm,
-    )
-    return grid, read
+    affine, writer = np.diag([mm, mm, mm, 1]) @ image.affine, None if analyze else write
+    return FileGrid(path, shape, affine, tuple(notes), write=writer, time_step=step, unit=mm), read
 
 
 def _kind(stream: Any, kinds: Sequence[Any]) -> Any:

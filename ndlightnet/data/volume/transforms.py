@@ -1,8 +1,8 @@
 """Preparation of a `Volume` for a network: reoriented, resampled and scaled.
 
-A prepared volume lies along RAS axes (x to the right, y to the front, z to the head), whatever
-index order its file has, so that left and right need not be guessed. Axes are only flipped and
-permuted; nothing is interpolated unless a spacing is given.
+A prepared volume lies along RAS axes (x to the right, y to the front, z to the head), whatever index order its file
+has, so that left and right need not be guessed. Axes are only flipped and permuted; nothing is interpolated unless a
+spacing is given.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,10 @@ MOST_VOXELS = 2**31  # a larger resampled volume is refused: the spacing must be
 
 @dataclass(frozen=True)
 class Intensity:
-    """Scaling of a channel to numbers of order one: (clipped to low..high - mean) / deviation, in
-    the file's units (CT: Hounsfield units). Without numbers each volume is clipped to its
-    percentiles 0.5 and 99.5 and scaled to mean 0 and standard deviation 1, for scanners without
-    units (MRI). Raises DataError if only some numbers are given, and for an empty range."""
+    """Scaling of a channel to numbers of order one: (clipped to low..high - mean) / deviation, in the file's units (CT:
+    Hounsfield units). Without numbers each volume is clipped to its percentiles 0.5 and 99.5 and scaled to mean 0 and
+    standard deviation 1, for scanners without units (MRI). Raises DataError if only some numbers are given, and for an
+    empty range."""
 
     low: float | None = None
     high: float | None = None
@@ -57,17 +57,17 @@ class Intensity:
 
 
 class Prepare:
-    """Convert a `Volume` to {"name", "image", "label" (if it has one)} along RAS axes, at `spacing`
-    (mm along x, y, z; None: the file's), with the `channels` by number (None: all), each scaled by
-    its Intensity. The `Volume` itself is not changed.
+    """Convert a `Volume` to {"name", "image", "label" (if it has one)} along RAS axes, at `spacing` (mm along x, y, z;
+    None: the file's), with the `channels` by number (None: all), each scaled by its Intensity. The `Volume` itself is
+    not changed.
 
-    image: MetaTensor (channels, x, y, z) float32. label: MetaTensor (1, x, y, z) uint8 or int16. A
-    series over time has its frames before x, all treated alike.
+    image: MetaTensor (channels, x, y, z) float32. label: MetaTensor (1, x, y, z) uint8 or int16. A series over time has
+    its frames before x, all treated alike.
 
     plane: expect pictures, volumes of one slice.
 
-    Raises DataError for an invalid spacing, for one at which a volume is far too large, and for a
-    volume where a picture is expected."""
+    Raises DataError for an invalid spacing, for one at which a volume is far too large, and for a volume where a
+    picture is expected."""
 
     def __init__(
         self,
@@ -87,14 +87,11 @@ class Prepare:
             raise ValueError(f"{len(volume.image)} channels for {len(self.intensities)} intensities")
         name = volume.case.name
         if self.plane and volume.image.shape[-1] != 1:
-            raise DataError(
-                f"{volume.case.images[0]}: has {volume.image.shape[-1]} slices, expected a picture "
-                "for data.patch of 2 sizes"
-            )
+            slices = f"has {volume.image.shape[-1]} slices"
+            raise DataError(f"{volume.case.images[0]}: {slices}, expected a picture for data.patch of 2 sizes")
         # indexing by a list makes a copy, which is scaled in place
         image = self._resampled(upright(volume.image[self.channels]), "bilinear", name)
-        for channel, number in zip(image.as_tensor(), self.channels, strict=True):
-            self.intensities[number].scale_(channel)
+        _scale_(image, self.intensities, self.channels)
         if volume.label is None:
             return {"name": name, "image": image}
         label = self._resampled(upright(volume.label), "nearest", name)
@@ -107,16 +104,14 @@ class Prepare:
         edges = [e * n for e, n in zip(volume.pixdim.tolist(), volume.shape[-3:], strict=True)]
         shape = [max(1, round(e / s)) for e, s in zip(edges, self.spacing, strict=True)]
         if int(np.prod([*volume.shape[1:-3], *shape], dtype=np.float64)) > MOST_VOXELS:
-            raise DataError(
-                f"data.spacing: {list(self.spacing)} mm, at which {name} would have the shape "
-                f"{shape}: expected one of at most {MOST_VOXELS} voxels"
-            )
+            fine = f"data.spacing: {list(self.spacing)} mm, at which {name} would have the shape {shape}"
+            raise DataError(f"{fine}: expected one of at most {MOST_VOXELS} voxels")
         return in_space(Spacing(tuple(self.spacing), mode=mode), volume)
 
 
 class ScaleChannelsd(MapTransform):
-    """The last step of Prepare as a MONAI dictionary transform: take the `channels` by number
-    (None: all) of an image (channels, *space) and scale each by its Intensity."""
+    """The last step of Prepare as a MONAI dictionary transform: take the `channels` by number (None: all) of an image
+    (channels, *space) and scale each by its Intensity."""
 
     def __init__(self, keys: Any, intensities: Sequence[Intensity], channels: Sequence[int] | None = None) -> None:
         super().__init__(keys)
@@ -129,6 +124,10 @@ class ScaleChannelsd(MapTransform):
             if len(scaled[key]) != len(self.intensities):
                 raise ValueError(f"{key}: {len(scaled[key])} channels, expected {len(self.intensities)}")
             scaled[key] = scaled[key][self.channels]  # a copy
-            for channel, number in zip(scaled[key].as_tensor(), self.channels, strict=True):
-                self.intensities[number].scale_(channel)
+            _scale_(scaled[key], self.intensities, self.channels)
         return scaled
+
+
+def _scale_(image: Any, intensities: Sequence[Intensity], channels: Sequence[int]) -> None:
+    for channel, number in zip(image.as_tensor(), channels, strict=True):
+        intensities[number].scale_(channel)

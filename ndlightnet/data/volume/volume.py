@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import nibabel
 import numpy as np
 import torch
 from monai.data.meta_tensor import MetaTensor
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError, atomic_write, readable
 from ndlightnet.data.volume.dicom import save_segmentation
-from ndlightnet.data.volume.file_grid import SLAB, Case, FileGrid, Read, label_array
+from ndlightnet.data.volume.file_grid import Case, FileGrid, Read
 from ndlightnet.data.volume.formats import open_file
 
 # Two grids are the same if no corner is off by more than this fraction of the smallest voxel edge.
@@ -34,12 +33,10 @@ class Volume:
     """Voxels of a case, for training, metrics and figures, and the grid to write its labels on.
 
     image: MetaTensor (channels, x, y, z), float32, in the file's units (CT: Hounsfield units).
-    label: MetaTensor (1, x, y, z), int16, or None. A series over time has its frames before the
-    axes of space: (channels, frames, x, y, z) and (1, frames, x, y, z). Both are in the index order
-    of the first image and carry `.affine`, (4, 4) float64 from voxel indices to RAS mm. grid: of
-    the first image.
-    notes: a line "PATH: what" for each decision that was made for the user.
-    value_units: of each channel, see `FileGrid.value_unit`.
+    label: MetaTensor (1, x, y, z), int16, or None. A series over time has its frames before the axes of space:
+    (channels, frames, x, y, z) and (1, frames, x, y, z). Both are in the index order of the first image and carry
+    `.affine`, (4, 4) float64 from voxel indices to RAS mm. grid: of the first image.
+    notes: a line "PATH: what" for each decision made for the user. value_units: see `FileGrid.value_unit`.
     """
 
     case: Case
@@ -53,18 +50,16 @@ class Volume:
     def read(cls, case: Case, classes: int | None = None, channels: int | None = None) -> Volume:
         """Reads the voxels of every file of the case once.
 
-        The first file gives the grid; the others are interpolated onto it, and take their minimum
-        outside their extent. A file's fourth axis holds channels, or frames if the case is a series
-        over time, where each channel is a file. A plane is one slice, and voxels that are NaN or
-        infinite take the least finite value of their channel (and frame). A label map with the same
-        grid in another index order is flipped and permuted.
+        The first file gives the grid; the others are interpolated onto it, and take their minimum outside their extent.
+        A file's fourth axis holds channels, or frames if the case is a series over time, where each channel is a file.
+        A plane is one slice, and voxels that are NaN or infinite take the least finite value of their channel (and
+        frame). A label map with the same grid in another index order is flipped and permuted.
 
-        Raises DataError for a file that cannot be read, has an empty axis or another number of
-        axes, an affine that cannot be inverted, voxel edges outside 0.001 to 100 mm, more than half
-        of its voxels NaN or infinite, a label map off the first image's grid or with fractions, a
-        further image that lies wholly beside the first, channels of a picture in different sizes,
-        label values outside 0..classes-1, another number of channels than `channels`, and, of a
-        series over time, files with different numbers of frames and DICOM.
+        Raises DataError for a file that cannot be read, has an empty axis or another number of axes, an affine that
+        cannot be inverted, voxel edges outside 0.001 to 100 mm, more than half of its voxels NaN or infinite, a label
+        map off the first image's grid or with fractions, a further image that lies wholly beside the first, channels of
+        a picture in different sizes, label values outside 0..classes-1, another number of channels than `channels`,
+        and, of a series over time, files with different numbers of frames and DICOM.
 
         While it reads, a file that is not compressed takes no more memory than its float32 voxels.
         """
@@ -73,23 +68,19 @@ class Volume:
         first = opened[0][0]
         if case.over_time:
             if first.slices:
-                raise DataError(
-                    f"{first.path}: a DICOM series is read as one volume, expected a file over "
-                    "time, such as NIfTI, to which dcm2niix converts it"
-                )
+                expected = "a file over time, such as NIfTI, to which dcm2niix converts it"
+                raise DataError(f"{first.path}: a DICOM series is read as one volume, expected {expected}")
             _check_frames(grid for grid, _ in [*opened, label or opened[0]])
         turns = None if label is None else _turns(label[0], first, case.over_time)
         images: list[Tensor] = []
-        notes: list[str] = []
-        units: list[str] = []
+        notes, units = [], []
         while opened:
             grid, read = opened.pop(0)  # the last reference to what is open
-            if grid.write is not None and grid.shape[:2] != first.shape[:2]:
+            if grid.ending != FileGrid.ending and grid.shape[:2] != first.shape[:2]:  # pictures
                 (wide, high), (width, height) = grid.shape[:2], first.shape[:2]
-                raise DataError(  # pixels have no place in space by which to interpolate
-                    f"{grid.path}: is {wide} x {high} pixels, {first.path} is {width} x {height}; "
-                    "expected one size for all channels of a case"
-                )
+                sizes = f"is {wide} x {high} pixels, {first.path} is {width} x {height}"
+                # pixels have no place in space by which to interpolate
+                raise DataError(f"{grid.path}: {sizes}; expected one size for all channels of a case")
             if not _overlap(first, grid):
                 raise DataError(f"{grid.path}: does not overlap {first.path}")
             image, more = _voxels(grid, read)
@@ -104,29 +95,20 @@ class Volume:
                 notes.append(f"{first.path}: its header tells no time step in seconds")
         if channels not in (None, len(voxels)):
             raise DataError(f"{first.path}: has {len(voxels)} channels, expected {channels}")
-        affine = torch.from_numpy(first.affine)
-        numbers: Any = None
+        affine, numbers = torch.from_numpy(first.affine), None
         if label is not None:
-            grid, read = label
-            numbers = torch.from_numpy(_oriented(_labels(grid, read), turns))
-            numbers = numbers[None] if case.over_time else numbers
-            low, high = int(numbers.min()), int(numbers.max())
-            if classes is not None and (low < 0 or high >= classes):
-                wrong = f"has label values {low}..{high}, expected 0..{classes - 1}"
-                raise DataError(f"{grid.path}: {wrong}")
-            numbers = MetaTensor(numbers, affine=affine)
-            notes += grid.notes
-        image = MetaTensor(voxels, affine=affine)
-        return cls(case, image, numbers, first, tuple(notes), tuple(units))
+            numbers = torch.from_numpy(_labels(*label, turns, classes))
+            numbers = MetaTensor(numbers[None] if case.over_time else numbers, affine=affine)
+            notes += label[0].notes
+        return cls(case, MetaTensor(voxels, affine=affine), numbers, first, tuple(notes), tuple(units))
 
     def onto(self, image: Any) -> tuple[tuple[int, ...], NDArray[np.float64]] | None:
-        """Return the file's grid along RAS axes: its shape and the (4, 4) matrix from its voxel
-        indices to those of `image`, a MetaTensor that `Prepare` has made of this volume; diagonal
-        except for the offset. None if the two grids are the same. Those of a series over time begin
-        with its frames: four sizes and a (5, 5) matrix."""
+        """Return the file's grid along RAS axes: its shape and the (4, 4) matrix from its voxel indices to those of
+        `image`, a MetaTensor that `Prepare` has made of this volume; diagonal except for the offset. None if the two
+        grids are the same. Those of a series over time begin with its frames: four sizes and a (5, 5) matrix."""
         turns, space = self._axes(), self.grid.shape[:3]
         shape = tuple(space[axis] for axis in np.argsort(turns[:, 0]))
-        back = orientations.inv_ornt_aff(turns, space)  # type: ignore[no-untyped-call]
+        back = orientations.inv_ornt_aff(turns, space)
         matrix = np.linalg.inv(image.affine.numpy()) @ self.grid.affine @ back
         if shape == tuple(image.shape[-3:]) and np.allclose(matrix, np.eye(4), atol=1e-3):
             return None
@@ -137,39 +119,31 @@ class Volume:
         return (*frames, *shape), padded
 
     def from_ras(self, labels: Tensor) -> NDArray[Any]:
-        """Return a view of labels ([frames,] x, y, z) on the grid of `onto` in the file's index
-        order, (x, y, z[, frames])."""
-        ras = orientations.axcodes2ornt("RAS")  # type: ignore[no-untyped-call]
-        back = orientations.ornt_transform(ras, self._axes())  # type: ignore[no-untyped-call]
+        """Return a view of labels ([frames,] x, y, z) on the grid of `onto` in the file's index order, (x, y, z[,
+        frames])."""
+        back = orientations.ornt_transform(orientations.axcodes2ornt("RAS"), self._axes())
         last = np.moveaxis(labels.numpy(), range(labels.ndim - 3), range(3, labels.ndim))
-        turned: NDArray[Any] = orientations.apply_orientation(last, back)  # type: ignore[no-untyped-call]
-        return turned
+        return np.asarray(orientations.apply_orientation(last, back))
 
     def _axes(self) -> NDArray[np.float64]:
         """Return the orientation of the file's axes with respect to RAS, in nibabel's format."""
-        return io_orientation(self.grid.affine)  # type: ignore[no-untyped-call]
+        return io_orientation(self.grid.affine)
 
     def save_labels(self, labels: Tensor | NDArray[Any], path: str | Path) -> None:
-        """Writes labels (x, y, z[, frames]), whole numbers in the file's index order, as `.nii.gz`,
-        those of a picture as `.png` or `.tif` (`grid.ending`).
+        """Writes labels (x, y, z[, frames]), whole numbers in the file's index order, as `.nii.gz`, those of a picture
+        as `.png` or `.tif` (`grid.ending`).
 
-        uint8, or int16 where a label is above 255. The header (affine, spacing, time step, sform
-        and qform codes) is that of the NIfTI source; for any other source the affine is the grid's.
-        The file appears complete or not at all; its folder is made if needed.
+        uint8, or int16 where a label is above 255. The header (affine, spacing, time step, sform and qform codes) is
+        that of the NIfTI source; for any other source the affine is the grid's. The file appears complete or not at
+        all; its folder is made if needed.
 
         Raises ValueError for labels of another shape or kind, DataError when it cannot be written.
         """
         path = Path(path)
         if not path.name.endswith(self.grid.ending):
             raise ValueError(f"labels are written as {self.grid.ending}, got {path.name}")
-        if self.grid.write is not None:
-            array = label_array(labels, self.grid.shape[:3], self.grid.path)
-            with atomic_write(path) as draft:
-                self.grid.write(array, draft)
-            return
-        image = self.grid.label_image(labels)
         with atomic_write(path) as draft:
-            nibabel.save(image, draft)
+            self.grid.write_labels(labels, draft)
 
     def save_dicom_seg(self, labels: Tensor | NDArray[Any], path: str | Path, names: Sequence[str]) -> None:
         """Write labels as a DICOM-SEG, see `dicom.save_segmentation`."""
@@ -177,15 +151,14 @@ class Volume:
 
 
 def upright(volume: Any) -> Any:
-    """Flip and permute a MetaTensor (channels, [frames,] x, y, z) to RAS axes; nothing is
-    interpolated."""
+    """Flip and permute a MetaTensor (channels, [frames,] x, y, z) to RAS axes; nothing is interpolated."""
     turn: Any = Orientation("RAS", labels=None)
     return in_space(turn, volume)
 
 
 def in_space(transform: Callable[[Any], Any], volume: Any) -> Any:
-    """Apply a transform of MONAI, which takes (channels, x, y, z), to a MetaTensor (channels,
-    [frames,] x, y, z): to all frames alike."""
+    """Apply a transform of MONAI, which takes (channels, x, y, z), to a MetaTensor (channels, [frames,] x, y, z): to
+    all frames alike."""
     before = volume.shape[:-3]
     return transform(volume.flatten(0, -4)).unflatten(0, before)
 
@@ -193,39 +166,40 @@ def in_space(transform: Callable[[Any], Any], volume: Any) -> Any:
 def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:
     """Return (channels or frames, x, y, z) float32 without NaN or infinity, and notes."""
     *space, channels = grid.shape
-    with readable(grid.path), np.errstate(over="ignore"):  # overflow becomes infinite, see below
+    broken, least = [0] * channels, [np.inf] * channels
+    with readable(grid.path), np.errstate(over="ignore"):  # overflow becomes infinite
         voxels = np.empty((channels, *space), np.float32)
         for channel, z, piece in grid.slabs(read):
-            voxels[channel, :, :, z] = piece
+            layers = voxels[channel, :, :, z]
+            layers[:] = piece
+            broken[channel] += layers.size - int(np.isfinite(layers).sum())
+            least[channel] = min(least[channel], float(layers.min(where=np.isfinite(layers), initial=np.inf)))
     notes = list(grid.notes)
-    for values in voxels.reshape(channels, -1):
-        bad, least = 0, np.inf
-        pieces = [values[low : low + SLAB] for low in range(0, len(values), SLAB)]
-        for piece in pieces:
-            finite = np.isfinite(piece)
-            bad += len(piece) - int(finite.sum())
-            least = min(least, float(piece.min(where=finite, initial=np.inf)))
-        if bad > len(values) / 2:
-            raise DataError(f"{grid.path}: has {bad} voxels that are NaN or infinite, over half")
-        if bad:
-            notes.append(f"{grid.path}: {bad} voxels are NaN or infinite, taken as {least:.6g}")
-            for piece in pieces:
-                piece[~np.isfinite(piece)] = least
+    for planes, count, low in zip(voxels, broken, least, strict=True):
+        if count > planes.size / 2:
+            raise DataError(f"{grid.path}: has {count} voxels that are NaN or infinite, over half")
+        if count:
+            notes.append(f"{grid.path}: {count} voxels are NaN or infinite, taken as {low:.6g}")
+            for plane in planes:
+                plane[~np.isfinite(plane)] = low
     return torch.from_numpy(voxels), notes
 
 
-def _labels(grid: FileGrid, read: Read) -> NDArray[np.int16]:
-    """Return labels (1 or frames, x, y, z)."""
+def _labels(grid: FileGrid, read: Read, turns: Any, classes: int | None) -> NDArray[np.int16]:
+    """Return labels (1 or frames, x, y, z) with the axes of space permuted and flipped by `turns`."""
     with readable(grid.path), np.errstate(invalid="ignore"):
-        numbers = np.empty((grid.shape[3], *grid.shape[:3]), np.int16)
+        numbers = np.empty(grid.shape, np.int16)
         for frame, z, layers in grid.slabs(read):
             if not np.isfinite(layers).all():
                 raise DataError(f"{grid.path}: has labels that are NaN or infinite")
-            numbers[frame, :, :, z] = np.rint(layers)
-            if np.abs(numbers[frame, :, :, z] - layers).max() > LABEL_ERROR:
-                wrong = "has labels that are not whole numbers below 32768"
-                raise DataError(f"{grid.path}: {wrong}")
-    return numbers
+            numbers[:, :, z, frame] = np.rint(layers)
+            if np.abs(numbers[:, :, z, frame] - layers).max() > LABEL_ERROR:
+                raise DataError(f"{grid.path}: has labels that are not whole numbers below 32768")
+    low, high = numbers.min(), numbers.max()
+    if classes is not None and (low < 0 or high >= classes):
+        raise DataError(f"{grid.path}: has label values {low}..{high}, expected 0..{classes - 1}")
+    turned = orientations.apply_orientation(numbers, turns)
+    return np.ascontiguousarray(np.moveaxis(turned, -1, 0))
 
 
 def _check_frames(grids: Iterable[FileGrid]) -> None:
@@ -233,15 +207,8 @@ def _check_frames(grids: Iterable[FileGrid]) -> None:
     first, *rest = grids
     for grid in rest:
         if grid.shape[3] != first.shape[3]:
-            raise DataError(
-                f"{grid.path}: should have {first.shape[3]} frames as {first.path.name}, has {grid.shape[3]}"
-            )
-
-
-def _oriented(labels: NDArray[np.int16], turns: Any) -> NDArray[np.int16]:
-    """Return labels (frames, x, y, z) with the last three axes permuted and flipped."""
-    turned = orientations.apply_orientation(np.moveaxis(labels, 0, -1), turns)  # type: ignore[no-untyped-call]
-    return np.ascontiguousarray(np.moveaxis(turned, -1, 0))
+            expected = f"should have {first.shape[3]} frames as {first.path.name}"
+            raise DataError(f"{grid.path}: {expected}, has {grid.shape[3]}")
 
 
 def _same_grid(a: FileGrid, b: FileGrid) -> bool:
@@ -253,24 +220,22 @@ def _apart(a: FileGrid, b: FileGrid) -> float:
 
 
 def _turns(label: FileGrid, image: FileGrid, over_time: bool) -> Any:
-    """Return nibabel's orientation from the label's index axes to the order and direction of the
-    image's: the NIfTI and the DICOM of a scan may differ in them. DataError for another grid."""
+    """Return nibabel's orientation from the label's index axes to the order and direction of the image's: the NIfTI and
+    the DICOM of a scan may differ in them. DataError for another grid."""
     if label.shape[3] > 1 and not over_time:
         raise DataError(f"{label.path}: a label should have 3 axes, has shape {label.shape}")
     if _same_grid(label, image):  # with oblique axes rounding may change the order
         return np.array([[axis, 1] for axis in range(3)])
-    to, at = io_orientation(image.affine), io_orientation(label.affine)  # type: ignore[no-untyped-call]
-    turns = orientations.ornt_transform(at, to)  # type: ignore[no-untyped-call]
-    back = orientations.inv_ornt_aff(turns, label.shape[:3])  # type: ignore[no-untyped-call]
+    to, at = io_orientation(image.affine), io_orientation(label.affine)
+    turns = orientations.ornt_transform(at, to)
+    back = orientations.inv_ornt_aff(turns, label.shape[:3])
     shape = [label.shape[axis] for axis in np.argsort(turns[:, 0])]
     if _same_grid(replace(label, shape=(*shape, 1), affine=label.affine @ back), image):
         return turns
     if label.shape[:3] != image.shape[:3]:
         raise DataError(f"{label.path}: has shape {label.shape[:3]}, its image {image.path.name} has {image.shape[:3]}")
-    raise DataError(
-        f"{label.path}: has another affine than its image {image.path.name}; "
-        f"corners are {_apart(label, image):.3g} mm apart"
-    )
+    distance = f"corners are {_apart(label, image):.3g} mm apart"
+    raise DataError(f"{label.path}: has another affine than its image {image.path.name}; {distance}")
 
 
 def _overlap(a: FileGrid, b: FileGrid) -> bool:

@@ -1,17 +1,19 @@
-"""Moving digits: the motion is the class, and one frame does not tell it. Coloured digits: their
-colours do not tell it."""
+"""Moving digits: the motion is the class, and one frame does not tell it. Coloured digits: their colours do not tell
+it."""
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import ndlightnet.data.made.digits as digits
+from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import class_names
 from ndlightnet.data.image.image_folder import list_images, read_image
-from ndlightnet.data.made.digits import DIGITS, MOTIONS, make_coloured_digits, make_moving_digits
+from ndlightnet.data.made.digits import DIGITS, MOTIONS, make_coloured_digits, make_moving_digits, still_digits
 from ndlightnet.data.video.video_files import PyAVReader, Sample, VideoFolder, read_video_folder
 
 FRAMES, SIZE = 8, 24
@@ -20,26 +22,23 @@ FRAMES, SIZE = 8, 24
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory: pytest.TempPathFactory) -> VideoFolder:
     folder = tmp_path_factory.mktemp("digits") / "set"
-    made = make_moving_digits(folder, train=360, test=60, frames=FRAMES, size=SIZE, progress=False)
-    return read_video_folder(made)
+    return read_video_folder(make_moving_digits(folder, 360, 60, FRAMES, SIZE, progress=False))
 
 
 @pytest.fixture(scope="module")
 def places(videos: VideoFolder) -> tuple[Tensor, Tensor]:
-    """Where the digit is on the torus as complex numbers of modulus 1, (clips, frames, 2); labels.
+    """Where the digit is on the torus as complex numbers of modulus 1, (clips, frames, 2); labels. The digit is what
+    moves: brightness less its median over time, of which the first wave along rows and along columns is taken."""
+    wave = torch.polar(torch.ones(SIZE), torch.arange(SIZE) * 2 * math.pi / SIZE)
 
-    The digit is what moves: brightness less its mean over time. As the first wave of what is left,
-    in absolute value, along rows and along columns.
-    """
-    found = []
-    for sample in videos.train:
-        pictures = PyAVReader(sample.path).frames(range(FRAMES)).float()
+    def place(path: Path) -> Tensor:
+        pictures = PyAVReader(path).frames(range(FRAMES)).float()
         away = (pictures - pictures.median(dim=0).values).abs().sum(dim=-1)
         away = (away - 60).clamp(min=0)  # the noise of the background
-        wave = torch.polar(torch.ones(SIZE), torch.arange(SIZE) * 2 * math.pi / SIZE)
         along = torch.stack([away.sum(2).to(wave.dtype) @ wave, away.sum(1).to(wave.dtype) @ wave])
-        found.append((along / along.abs()).T)
-    return torch.stack(found), torch.tensor([sample.label for sample in videos.train])
+        return (along / along.abs()).T
+
+    return torch.stack([place(s.path) for s in videos.train]), torch.tensor([s.label for s in videos.train])
 
 
 @pytest.mark.slow
@@ -53,7 +52,7 @@ def test_layout_and_clips(videos: VideoFolder) -> None:
 
 
 def test_sources_of_test_are_not_in_train(videos: VideoFolder) -> None:
-    train, test = ({s.path.stem.split("-")[1] for s in part} for part in (videos.train, videos.test))
+    train, test = ({s.path.stem.split("-")[1] for s in samples} for samples in (videos.train, videos.test))
     assert len(train) > 100 and len(test) > 20
     assert not train & test
 
@@ -100,27 +99,44 @@ def test_one_frame_tells_nothing_by_pixels(videos: VideoFolder) -> None:
         spectrum = torch.fft.rfft2(pictures).abs().log1p()
         return torch.cat([pictures.flatten(1) / 64, spectrum.flatten(1)], dim=1)
 
-    labels = [[s.label for s in part] for part in (videos.train, videos.test)]
+    labels = [[s.label for s in samples] for samples in (videos.train, videos.test)]
     score = RidgeClassifier(alpha=100.0).fit(last(videos.train), labels[0])
     right = score.score(last(videos.test), labels[1])
     assert right < 1 / 6 + 3.5 * math.sqrt(5 / 36 / 60)
 
 
-def test_same_arguments_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make, sizes", [(make_moving_digits, (6, 6, 4, SIZE)), (make_coloured_digits, (20, 10, SIZE))])
+def test_same_arguments_same_bytes(tmp_path: Path, make: Any, sizes: tuple[int, ...]) -> None:
     def contents(name: str, seed: int) -> dict[str, bytes]:
-        folder = make_moving_digits(tmp_path / name, 6, 6, 4, SIZE, seed, progress=False)
-        return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.mp4")}
+        folder = make(tmp_path / name, *sizes, seed, progress=False)
+        return {str(f.relative_to(folder)): f.read_bytes() for f in folder.glob("*/*/*")}
 
     first = contents("a", seed=3)
-    assert len(first) == 12
-    assert first == contents("b", seed=3)
+    assert len(first) == sizes[0] + sizes[1] and first == contents("b", seed=3)
     assert set(first.values()).isdisjoint(contents("c", seed=4).values())
 
 
-@pytest.mark.parametrize("wrong", [{"train": 5}, {"frames": 1}, {"size": 41}, {"size": 16}])
+@pytest.mark.parametrize("wrong", [{"train": 5}, {"test": 5}, {"frames": 1}, {"size": 41}, {"size": 16}])
 def test_arguments(tmp_path: Path, wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="expected, got"):
+    with pytest.raises(ValueError, match=r"at least 6 clips .* 2 frames, and an even size .* expected, got"):
         make_moving_digits(tmp_path / "a", **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"train": 9}, {"test": 9}, {"size": 15}])
+def test_arguments_of_pictures(tmp_path: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 10 pictures in train and test, and a size from 16 expected, got"):
+        make_coloured_digits(tmp_path / "a", **wrong)
+
+
+def test_still_digits_are_the_same_in_every_run() -> None:
+    splits = still_digits(12)
+    assert {split: pixels.shape for split, (pixels, _) in splits.items()} == {
+        "train": (1500, 12, 12),
+        "test": (297, 12, 12),
+    }
+    assert all((labels == still_digits(12)[split][1]).all() for split, (_, labels) in splits.items())
+    with pytest.raises(DataError, match="size=7: expected 8 or more pixels"):
+        still_digits(7)
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +147,14 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_coloured_digits_lie_in_class_folders(pictures: Path) -> None:
     sources = {}
-    labels = digits._labels()
-    for part, count in (("train", 400), ("test", 100)):
-        assert class_names(pictures / part) == DIGITS
-        files = list_images(pictures / part, DIGITS)
+    _, labels, _ = digits._sources(0)
+    for split, count in (("train", 400), ("test", 100)):
+        assert class_names(pictures / split) == DIGITS
+        files = list_images(pictures / split, DIGITS)
         assert len(files) == count and set(digits.np.bincount(files.labels)) == {count // 10}
-        found = [int(files.path(n).stem.split("source")[1]) for n in range(count)]
-        assert (labels[found] == files.labels).all()
-        sources[part] = set(found)
+        numbers = [int(files.path(n).stem.split("source")[1]) for n in range(count)]
+        assert (labels[numbers] == files.labels).all()
+        sources[split] = set(numbers)
     assert not sources["train"] & sources["test"] and len(sources["test"]) > 60
 
 
@@ -154,13 +170,3 @@ def test_colours_do_not_tell_the_digit(pictures: Path) -> None:
     assert (means.std(0) > 3).all()
     brightest = pixels.amax((1, 2, 3))
     assert (brightest > 120).all()  # the digit is brighter than any texture
-
-
-def test_the_same_arguments_give_the_same_pictures(pictures: Path, tmp_path: Path) -> None:
-    again = make_coloured_digits(tmp_path / "x", train=400, test=100, size=24, progress=False)
-    files = list_images(pictures / "test", DIGITS)
-    for number in range(0, 100, 9):
-        path = files.path(number)
-        assert path.read_bytes() == (again / path.relative_to(pictures)).read_bytes()
-    with pytest.raises(ValueError, match="at least 10 pictures"):
-        make_coloured_digits(tmp_path / "y", train=9)

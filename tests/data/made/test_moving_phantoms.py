@@ -13,8 +13,8 @@ from ndlightnet.data.volume.volume import Volume
 
 
 def test_a_single_frame_does_not_tell_the_labels() -> None:
-    """Nodules of both kinds, and filled vessels of both, have one density; still nodules and
-    vessels stay where they are; veins fill later than arteries."""
+    """Nodules of both kinds, and filled vessels of both, have one density; still nodules and vessels stay where they
+    are; veins fill later than arteries."""
     means, signs = np.zeros((4, FRAMES)), set()
     for seed in range(4):
         image, label, affine = draw_moving_phantom(np.random.default_rng(seed))
@@ -34,9 +34,9 @@ def test_a_single_frame_does_not_tell_the_labels() -> None:
 @pytest.mark.slow
 def test_the_set_is_a_valid_decathlon(tmp_path: Path) -> None:
     folder = make_moving_phantoms(tmp_path / "set", 2, 1, seed=3, progress=False)
-    found = read_dataset(folder)
-    assert (found.labels, found.channels) == (LABELS, ("CT",))
-    case = found.test[0]
+    dataset = read_dataset(folder)
+    assert (dataset.labels, dataset.channels) == (LABELS, ("CT",))
+    case = dataset.test[0]
     header = nibabel.load(case.images[0]).header
     assert header["pixdim"][4] == 0.5 and header.get_xyzt_units() == ("mm", "sec")
     loaded = Volume.read(Case(case.name, case.images, case.label, over_time=True), len(LABELS), 1)

@@ -41,9 +41,9 @@ def test_millimetres_and_sides_are_kept(tmp_path: Path, affine: np.ndarray, shap
     """A ball beside the middle lies there in mm whatever grid the file has, and has its volume."""
     offset, size, spacing = np.array([6.0, -4, 5]), (33, 24, 30), (1.5, 2.0, 1.6)
     path = ball(tmp_path / "x.nii.gz", affine, shape, middle(affine, shape) + offset)
-    found = read_volume(case(path), size, spacing)
-    assert found.shape == size and found.dtype == torch.uint8
-    inside = found.numpy() > 127
+    image = read_volume(case(path), size, spacing)
+    assert image.shape == size and image.dtype == torch.uint8
+    inside = image.numpy() > 127
     mm = (np.array(ndimage.center_of_mass(inside)) - (np.array(size) - 1) / 2) * spacing
     # a grid is rounded to cells, and cut or filled unevenly by one, at its ends; voxels are coarse
     assert np.abs(mm - offset).max() < 0.75 * max(*spacing, *np.linalg.norm(affine, axis=0))
@@ -52,21 +52,21 @@ def test_millimetres_and_sides_are_kept(tmp_path: Path, affine: np.ndarray, shap
 
 
 def test_values_go_from_percentile_to_percentile(tmp_path: Path) -> None:
-    image = np.sort(random_image((8, 9, 10)).ravel()).reshape(8, 9, 10)
-    path = write(tmp_path / "x.nii", image, np.diag([1.0, 1, 1, 1]))
-    found = read_volume(case(path), (8, 9, 10), (1, 1, 1)).numpy()
-    low, high = np.percentile(image.astype(np.float64), (0.5, 99.5))
-    truth = np.clip((image.astype(np.float64) - low) / (high - low), 0, 1) * 255
-    assert np.abs(found - truth).max() <= 0.5 + 1e-3  # rounded to bytes
-    assert found.min() == 0 and found.max() == 255
+    voxels = np.sort(random_image((8, 9, 10)).ravel()).reshape(8, 9, 10)
+    path = write(tmp_path / "x.nii", voxels, np.eye(4))
+    image = read_volume(case(path), (8, 9, 10), (1, 1, 1)).numpy()
+    low, high = np.percentile(voxels.astype(np.float64), (0.5, 99.5))
+    truth = np.clip((voxels.astype(np.float64) - low) / (high - low), 0, 1) * 255
+    assert np.abs(image - truth).max() <= 0.5 + 1e-3  # rounded to bytes
+    assert image.min() == 0 and image.max() == 255
 
 
 def test_a_small_mask_is_not_lost(tmp_path: Path) -> None:
     mask = np.zeros((20, 20, 20), np.uint8)
     mask[9:11, 9:11, 9:11] = 1  # 0.1 %, below the percentile
-    path = write(tmp_path / "x.nii", mask, np.diag([1.0, 1, 1, 1]))
-    found = read_volume(case(path), (20, 20, 20), (1, 1, 1))
-    np.testing.assert_array_equal(found, 255 * mask)
+    path = write(tmp_path / "x.nii", mask, np.eye(4))
+    image = read_volume(case(path), (20, 20, 20), (1, 1, 1))
+    np.testing.assert_array_equal(image, 255 * mask)
 
 
 def test_larger_cells_are_means_not_samples(tmp_path: Path) -> None:
@@ -89,10 +89,9 @@ def test_a_split_and_its_largest_extent(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_used(tmp_path: Path) -> None:
-    flat = write(tmp_path / "flat.nii", np.full(SHAPE, 7, np.float32))
-    refuses(lambda: read_volume(case(flat), (4, 4, 4), (1, 1, 1)), flat, "value 7 and no other")
-    two = write(tmp_path / "two.nii", random_image((5, 5, 5, 2)))
-    refuses(lambda: read_volume(case(two), (4, 4, 4), (1, 1, 1)), two, "2 channels, expected 1")
-    bad = write(tmp_path / "bad.nii.gz", random_image())
-    bad.write_bytes(bad.read_bytes()[:50])
-    refuses(lambda: read_part([(case(bad), 0)], (4, 4, 4), (1, 1, 1)), bad, "cannot be read")
+    for voxels, words in (
+        (np.full(SHAPE, 7, np.float32), "value 7 and no other"),
+        (random_image((5, 5, 5, 2)), "2 channels"),
+    ):
+        path = write(tmp_path / "x.nii", voxels)
+        refuses(lambda path=path: read_part([(case(path), 0)], (4, 4, 4), (1, 1, 1)), path, words)

@@ -3,7 +3,6 @@
 import io
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pydicom
@@ -22,21 +21,14 @@ JPEG = "1.2.840.10008.1.2.4."
 
 
 def lossless_jpeg(values: np.ndarray, bits: int, predictor: int) -> bytes:
-    """values (y, x), unsigned, as one stream of JPEG process 14 (ITU T.81, annex H). Every category
-    of differences has a Huffman code of 5 bits."""
+    """values (y, x), unsigned, as one stream of JPEG process 14 (ITU T.81, annex H). Every category of differences has
+    a Huffman code of 5 bits."""
     rows, columns = values.shape
     v = values.astype(int)
-    left, up, corner = (np.roll(v, shift, (0, 1)) for shift in ((0, 1), (1, 0), (1, 1)))
-    guess = {
-        1: left,
-        2: up,
-        3: corner,
-        4: left + up - corner,
-        5: left + (up - corner >> 1),
-        6: up + (left - corner >> 1),
-        7: left + up >> 1,
-    }[predictor]
-    guess[0], guess[1:, 0], guess[0, 0] = left[0], up[1:, 0], 1 << bits - 1
+    west, north, corner = (np.roll(v, shift, (0, 1)) for shift in ((0, 1), (1, 0), (1, 1)))
+    slopes = west + (north - corner >> 1), north + (west - corner >> 1)
+    guess = [west, north, corner, west + north - corner, *slopes, west + north >> 1][predictor - 1]
+    guess[0], guess[1:, 0], guess[0, 0] = west[0], north[1:, 0], 1 << bits - 1
     stream = ""
     for step in ((v - guess + 2**15) % 2**16 - 2**15).ravel():
         size = int(abs(step)).bit_length()
@@ -56,11 +48,8 @@ def lossless_jpeg(values: np.ndarray, bits: int, predictor: int) -> bytes:
     return head + code + b"\xff\xd9"
 
 
-def write_encoded(
-    folder: Path, values: np.ndarray, bits: int, syntax: str, code: bytes | None = None, **tags: Any
-) -> Path:
-    """A slice of stored values (y, x) in a transfer syntax; pydicom encodes it if there is no
-    `code`."""
+def write_encoded(folder, values, bits, syntax, code=None, **tags) -> Path:
+    """A slice of stored values (y, x) in a transfer syntax; pydicom encodes it if there is no `code`."""
     (file,) = write_series(folder, values.T[..., None].astype(int)).iterdir()
     data = pydicom.dcmread(file)
     data.BitsAllocated, data.BitsStored, data.HighBit = 8 if bits <= 8 else 16, bits, bits - 1
@@ -91,16 +80,9 @@ def read(folder: Path) -> np.ndarray:
     return Volume.read(Case("x", (folder,), None)).image[0, ..., 0].numpy().T
 
 
-EXACT = {
-    "1.2.840.10008.1.2": None,
-    "1.2.840.10008.1.2.1": None,
-    "1.2.840.10008.1.2.1.99": None,
-    "1.2.840.10008.1.2.5": None,
-    f"{JPEG}90": None,
-    f"{JPEG}80": None,
-    f"{JPEG}70": 1,
-    **{f"{JPEG}57, predictor {n}": n for n in range(2, 8)},
-}
+PLAIN = [f"1.2.840.10008.1.2{end}" for end in ("", ".1", ".1.99", ".5")]
+EXACT = dict.fromkeys([*PLAIN, f"{JPEG}90", f"{JPEG}80"]) | {f"{JPEG}70": 1}
+EXACT |= {f"{JPEG}57, predictor {n}": n for n in range(2, 8)}
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -112,16 +94,8 @@ def test_lossless(tmp_path: Path, syntax: str, bits: int, signed: bool) -> None:
     unsigned = values.astype(int) % 2**bits  # what the stream of a signed image holds
     code = None if predictor is None else lossless_jpeg(unsigned, bits, predictor)
     modality, slope, intercept = {8: ("CT", 1, -1024), 12: ("MR", 0.5, 3), 16: ("PT", 2.5, 0)}[bits]
-    folder = write_encoded(
-        tmp_path / "s",
-        values,
-        bits,
-        syntax.split(",")[0],
-        code,
-        Modality=modality,
-        RescaleSlope=slope,
-        RescaleIntercept=intercept,
-    )
+    tags = {"Modality": modality, "RescaleSlope": slope, "RescaleIntercept": intercept}
+    folder = write_encoded(tmp_path / "s", values, bits, syntax.split(",")[0], code, **tags)
     np.testing.assert_array_equal(read(folder), values * slope + float(intercept))
 
 
@@ -157,22 +131,22 @@ def test_damaged_streams_are_refused(tmp_path: Path, syntax: str) -> None:
     """A decoder of JPEG fills what is missing, and takes the size of the stream."""
     values = ramp(8, signed=False)
     code = {"50": lossy_jpeg, "57": lambda v: lossless_jpeg(v, 8, 1), "80": None}[syntax[-2:]]
-    whole = write_encoded(tmp_path / "whole", values, 8, syntax, code and code(values))
-    (file,) = whole.iterdir()
+    folder = write_encoded(tmp_path / "s", values, 8, syntax, code and code(values))
+    (file,) = folder.iterdir()
     data = pydicom.dcmread(file)
     stream = get_frame(data.PixelData, 0, number_of_frames=1).rstrip(b"\0")
-    cut, name = stream[: len(stream) // 2], UID(syntax).name
-    for spoilt in (cut, cut + bytes(len(stream) - len(cut))):
+    half, name = stream[: len(stream) // 2], UID(syntax).name
+    for spoilt in (half, half + bytes(len(stream) - len(half))):
         data.PixelData = encapsulate([spoilt])
         data.save_as(file)
-        refuses(lambda: read(whole), file, re.escape(f"its PixelData ({name}) is cut short"))
+        refuses(lambda: read(folder), file, re.escape(f"its PixelData ({name}) is cut short"))
     data.PixelData = encapsulate([stream[:20] + stream[-20:]])
     data.save_as(file)
-    refuses(lambda: read(whole), file, re.escape(f"its PixelData ({name}) cannot be decoded"))
+    refuses(lambda: read(folder), file, re.escape(f"its PixelData ({name}) cannot be decoded"))
     data.PixelData, data.Rows = encapsulate([stream]), 41
     data.save_as(file)
     words = "its PixelData has 37 rows and 33 columns, expected 41 and 33|cannot be decoded"
-    refuses(lambda: read(whole), file, words)
+    refuses(lambda: read(folder), file, words)
 
 
 @pytest.mark.parametrize("syntax", ["1.2.840.10008.1.2.4.94", "1.2.840.10008.1.2.4.102", "1.2.3"])

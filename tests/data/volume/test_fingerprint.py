@@ -10,7 +10,7 @@ from ndlightnet.data.volume import fingerprint as module
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.fingerprint import fingerprint
 
-from .files import random_image, random_label, refuses, write
+from .files import random_image, random_label, write
 
 SHAPE = (6, 7, 8)
 
@@ -30,11 +30,10 @@ def stored(folder, name, order, spacing, label, channels=1) -> Case:
 def test_shape_and_spacing_along_the_body(tmp_path, order):
     """x, y, z whatever axis of the file they are; as nibabel's closest canonical image says."""
     case = stored(tmp_path, "a", order, (0.5, 1.25, 4.0), random_label(SHAPE))
-    found = fingerprint([case], 3)
+    result = fingerprint([case], 3)
     ras = nibabel.as_closest_canonical(nibabel.load(case.images[0]))
-    assert tuple(found.shapes[0]) == ras.shape[:3]
-    assert np.allclose(found.spacings[0], ras.header.get_zooms()[:3])
-    assert np.allclose(found.spacings[0], (0.5, 1.25, 4.0))
+    assert tuple(result.shapes[0]) == ras.shape[:3]
+    np.testing.assert_allclose(result.spacings[0], (0.5, 1.25, 4.0))
 
 
 def test_values_lie_under_the_labels(tmp_path):
@@ -43,16 +42,16 @@ def test_values_lie_under_the_labels(tmp_path):
     first[5, 6, 7] = 2
     second[0, 0, :5] = 2
     cases = [stored(tmp_path, name, (2, 0, 1), (1, 1, 1), label, 2) for name, label in (("a", first), ("b", second))]
-    found = fingerprint(cases, 4)
-    assert found.shapes.shape == found.spacings.shape == (2, 3)
-    assert found.voxels.tolist() == [2 * 336 - 8, 2, 6, 0]
-    assert found.values.shape == (2, 8) and found.values.dtype == np.float32
+    result = fingerprint(cases, 4)
+    assert result.shapes.shape == result.spacings.shape == (2, 3)
+    assert result.voxels.tolist() == [2 * 336 - 8, 2, 6, 0]
+    assert result.values.shape == (2, 8) and result.values.dtype == np.float32
     for channel in range(2):
         image = random_image(SHAPE, channel)
         expected = np.concatenate([image[first > 0], image[second > 0]])
-        assert np.array_equal(np.sort(found.values[channel]), np.sort(expected))
+        assert np.array_equal(np.sort(result.values[channel]), np.sort(expected))
     # of a voxel all channels stand in one column
-    pairs = {tuple(pair) for pair in found.values.T}
+    pairs = {tuple(pair) for pair in result.values.T}
     assert (random_image(SHAPE, 0)[5, 6, 7], random_image(SHAPE, 1)[5, 6, 7]) in pairs
 
 
@@ -63,14 +62,8 @@ def test_as_many_values_of_every_case(tmp_path, monkeypatch):
     few[2, 2, 2:5] = 1
     labels = {"all": np.ones(SHAPE, np.uint8), "few": few, "none": none}
     cases = [stored(tmp_path, n, (0, 1, 2), (1, 1, 1), label) for n, label in labels.items()]
-    found = fingerprint(cases, 2)
-    assert found.values.shape == (1, 23) and len(np.unique(found.values[0, :20])) == 20
+    result = fingerprint(cases, 2)
+    assert result.values.shape == (1, 23) and len(np.unique(result.values[0, :20])) == 20
     again = fingerprint(cases, 2)
-    assert np.array_equal(found.values, again.values)
+    assert np.array_equal(result.values, again.values)
     assert fingerprint(cases[2:], 2).values.shape == (1, 0)
-
-
-def test_a_case_that_cannot_be_read(tmp_path):
-    cases = [stored(tmp_path, str(n), (0, 1, 2), (1, 1, 1), random_label(SHAPE)) for n in range(6)]
-    cases[3].images[0].write_bytes(b"none")
-    refuses(lambda: fingerprint(cases, 3), cases[3].images[0], "cannot be read")

@@ -2,7 +2,6 @@
 
 import pickle
 from itertools import permutations, product
-from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -26,7 +25,7 @@ ORIENTATIONS = list(product(permutations(range(3)), product((1, -1), repeat=3)))
 # --------------------------------------------------------------------------------- intensities
 
 
-def test_given_numbers_scale_in_place():
+def test_numbers_scale_in_place():
     x = torch.tensor([-3000.0, -100, 50, 130, 300, 9000]).reshape(1, 2, 3)
     CT.scale_(x)
     assert torch.equal(x.flatten(), torch.tensor([-1.875, -1.875, 0, 1, 3.125, 3.125]))
@@ -65,12 +64,12 @@ def test_percentiles_of_a_large_volume(monkeypatch):
 
 def test_scaling_does_not_hold_a_volume_twice():
     x = torch.rand(1, 1, 1).expand(48, 48, 48).clone() + torch.rand(48, 48, 48)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         CT.scale_(x)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transforms, "SAMPLE", 100)
             Intensity().scale_(x)
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
     assert len(live) and live.max() < x.nbytes / 4
 
@@ -106,8 +105,8 @@ def every_index(shape) -> np.ndarray:
 @pytest.mark.parametrize("spacing", [None, (2.5, 1.3, 4.1)])
 @pytest.mark.parametrize("order, signs", ORIENTATIONS)
 def test_labels_come_back_to_the_voxels_of_the_file(tmp_path, order, signs, spacing):
-    """Every voxel of the grid that labels are made on has a number; in the file's order it stands
-    at the voxel which lies at the same place in the world."""
+    """Every voxel of the grid that labels are made on has a number; in the file's order it stands at the voxel which
+    lies at the same place in the world."""
     affine = turned(order, signs)
     file = write(tmp_path / "i.nii", random_image(), affine)
     volume = Volume.read(Case("x", (file,), None))
@@ -128,30 +127,27 @@ def test_labels_come_back_to_the_voxels_of_the_file(tmp_path, order, signs, spac
 @pytest.mark.parametrize("order, signs", ORIENTATIONS[5::7])
 def test_stored_axis_order_does_not_matter(tmp_path, order, signs):
     """One body, stored in two index orders, is one prepared volume, label and all."""
-    voxels, label = random_image(), random_label()
     step = tuple(slice(None, None, sign) for sign in signs)
-    other = turned(order, signs, [SHAPE[of] for of in order])
-    prepared = []
-    for name, affine in (("a", AFFINE), ("b", other)):
-        files = []
-        for number, volume in enumerate((voxels, label)):
-            stored = volume if name == "a" else np.ascontiguousarray(volume.transpose(order)[step])
-            files.append(write(tmp_path / f"{name}{number}.nii", stored, affine))
-        prepared.append(Prepare([CT])(Volume.read(Case("x", (files[0],), files[1]))))
-    one, other = prepared
+    plain, permuted = tmp_path / "plain", tmp_path / "permuted"
+    for name, voxels in (("image.nii", random_image()), ("label.nii", random_label())):
+        write(plain / name, voxels)
+        affine = turned(order, signs, [SHAPE[of] for of in order])
+        write(permuted / name, np.ascontiguousarray(voxels.transpose(order)[step]), affine)
+    cases = [Case("x", (folder / "image.nii",), folder / "label.nii") for folder in (plain, permuted)]
+    one, two = (Prepare([CT])(Volume.read(case)) for case in cases)
     assert nibabel.aff2axcodes(one["image"].affine.numpy()) == ("R", "A", "S")
     for key in ("image", "label"):
-        assert torch.equal(one[key].as_tensor(), other[key].as_tensor())
-        np.testing.assert_allclose(one[key].affine, other[key].affine, atol=1e-4)
-    assert torch.equal(one["label"][0].as_tensor(), torch.from_numpy(label[::-1].copy()))
+        assert torch.equal(one[key].as_tensor(), two[key].as_tensor())
+        np.testing.assert_allclose(one[key].affine, two[key].affine, atol=1e-4)
+    assert torch.equal(one["label"][0].as_tensor(), torch.from_numpy(random_label()[::-1].copy()))
 
 
 # ------------------------------------------------------------------------------------- spacing
 
 
 def test_spacing_of_a_ramp(tmp_path):
-    """Resampled linearly, what grows linearly with the place still does, to the border's half
-    voxel; labels stay whole and lie where they lay."""
+    """Resampled linearly, what grows linearly with the place still does, to the border's half voxel; labels stay whole
+    and lie where they lay."""
     affine = np.diag([-1.0, 2.0, 3.0, 1.0])
     index = np.indices((24, 20, 18)).astype(np.float32)
     ramp = np.float32(3) * -index[0] + index[1] * 2 - index[2]
@@ -166,21 +162,19 @@ def test_spacing_of_a_ramp(tmp_path):
     assert inside.mean() > 0.9
     values = image.numpy().ravel()[inside]
     np.testing.assert_allclose(values, (3 * x + y - z / 3)[inside], atol=1e-3)
-    found = prepared["label"].numpy().ravel()
-    assert set(np.unique(found)) == {0, 200}
+    labels = prepared["label"].numpy().ravel()
+    assert set(np.unique(labels)) == {0, 200}
     clear = np.abs(y - 19) > 1.01  # the nearest voxel is 1 mm away at most
-    assert np.array_equal((found == 200)[clear], (y > 19)[clear])
+    assert np.array_equal((labels == 200)[clear], (y > 19)[clear])
 
 
 def test_a_spacing_that_is_not_meant(tmp_path, case):
     refuses(lambda: Prepare([CT], (1e-3,) * 3)(Volume.read(case)), None, "data.spacing.*shape")
     for wrong in ((1, 1), (0, 1, 1), (1, -1, 1), (1, float("nan"), 1)):
         refuses(lambda wrong=wrong: Prepare([CT], wrong), None, "data.spacing.*three edges")
-    for folder in (None, str(tmp_path / "cache")):
-        make = lambda at=folder: cached_volumes(  # noqa: E731
-            [case], Prepare([CT], (1e-3,) * 3), 256, folder=at
-        )
-        refuses(make, None, "data.spacing.*shape")
+    prepare, cache = Prepare([CT], (1e-3,) * 3), str(tmp_path / "cache")
+    for folder in (None, cache):
+        refuses(lambda at=folder: cached_volumes([case], prepare, 256, folder=at), None, "data.spacing.*shape")
     assert not any((tmp_path / "cache").glob("*"))
 
 
@@ -194,8 +188,8 @@ def test_channels_by_number_with_their_own_scale(tmp_path):
     for channels in (None, [2], [2, 0]):
         volume = Volume.read(Case("x", (file,), None))
         prepared = Prepare(scales, None, channels)(volume)
-        for found, n in zip(prepared["image"], channels or range(3), strict=True):
-            np.testing.assert_allclose(found.numpy(), voxels[..., n] / 10**n, rtol=1e-6)
+        for channel, n in zip(prepared["image"], channels or range(3), strict=True):
+            np.testing.assert_allclose(channel.numpy(), voxels[..., n] / 10**n, rtol=1e-6)
         assert volume.onto(prepared["image"]) is None
         assert volume.from_ras(torch.zeros(SHAPE)).shape == SHAPE
 
@@ -224,19 +218,16 @@ def test_many_labels_are_int16(tmp_path, case):
 
 
 @pytest.fixture
-def cases(tmp_path: Path) -> list[Case]:
-    found = []
-    for i, shape in enumerate([(30, 26, 22), (18, 33, 21), (9, 8, 7)]):
-        label = random_label(shape, 2, seed=i)
-        label[3, 4, 5] = 3  # one voxel of a class, and none of class 2
-        found.append(
-            Case(
-                f"c{i}",
-                (write(tmp_path / f"{i}.nii.gz", random_image(shape, i)),),
-                write(tmp_path / f"l{i}.nii.gz", label),
-            )
-        )
-    return found
+def cases(tmp_path):
+    """Three, of one voxel of class 3 and none of class 2."""
+
+    def write_case(number, shape):
+        label = random_label(shape, 2, seed=number)
+        label[3, 4, 5] = 3
+        image = write(tmp_path / f"{number}.nii.gz", random_image(shape, number))
+        return Case(f"c{number}", (image,), write(tmp_path / f"l{number}.nii.gz", label))
+
+    return [write_case(number, shape) for number, shape in enumerate([(30, 26, 22), (18, 33, 21), (9, 8, 7)])]
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -247,16 +238,16 @@ def test_prepared_once_and_as_they_are(cases, tmp_path, cached):
     for case in cases:
         case.images[0].unlink()
     assert len(data) == 3
-    for travelled in (data, pickle.loads(pickle.dumps(data))):
-        for found, wanted in zip((travelled[i] for i in range(3)), expected, strict=True):
-            assert found["name"] == wanted["name"]
+    for number, one in enumerate(expected):
+        for ours in (data[number], pickle.loads(pickle.dumps(data))[number]):
+            assert ours["name"] == one["name"]
             for key in ("image", "label"):
-                assert isinstance(found[key], MetaTensor) and found[key].dtype == wanted[key].dtype
-                assert torch.equal(found[key].as_tensor(), wanted[key].as_tensor())
-                assert torch.equal(found[key].affine, wanted[key].affine)
+                assert isinstance(ours[key], MetaTensor) and ours[key].dtype == one[key].dtype
+                assert torch.equal(ours[key].as_tensor(), one[key].as_tensor())
+                assert torch.equal(ours[key].affine, one[key].affine)
     workers = DataLoader(data, batch_size=None, num_workers=2)
-    for found, wanted in zip(workers, expected, strict=True):
-        assert torch.equal(found["image"].as_tensor(), wanted["image"].as_tensor())
+    for ours, one in zip(workers, expected, strict=True):
+        assert torch.equal(ours["image"].as_tensor(), one["image"].as_tensor())
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -279,15 +270,15 @@ def test_what_the_cache_depends_on(cases, tmp_path):
     cache = tmp_path / "cache"
     prepare = Prepare([CT])
 
-    def fresh(*arguments) -> int:
+    def fresh(*arguments):
         """How many files this made."""
         before = set(cache.glob("*"))
-        cached_volumes(arguments[0], *arguments[1:], folder=str(cache))
+        cached_volumes(*arguments, folder=str(cache))
         return len(set(cache.glob("*")) - before)
 
     assert fresh(cases, prepare, 4) == 3
     assert fresh(cases, prepare, 4) == 0
-    assert fresh(cases[1:], Prepare([CT], None, [0]), 4) == 0  # another fold, the same said in full
+    assert fresh(cases[1:], Prepare([CT], None, [0]), 4) == 0  # another fold, the same channels by number
     assert fresh(cases, Prepare([CT], (2.0, 2.0, 2.0)), 4) == 3
     assert fresh(cases, Prepare([Intensity()]), 4) == 3
     assert fresh(cases, prepare, 4, (8, 8, 8)) == 3
