@@ -20,8 +20,7 @@ from ndlightnet.training.core.options import check
 
 
 class ImageTask(ClassificationTask):
-    """Trains `net`, images `(batch, channels, *space)` -> `(batch, classes)` logits, and measures
-    it.
+    """Trains `net`, images `(batch, channels, *space)` -> `(batch, classes)` logits, and measures it.
 
     Args:
         net: the network.
@@ -56,8 +55,8 @@ class ImageTask(ClassificationTask):
         self.try_network()
 
     def try_network(self) -> None:
-        """Raise DataError if a network of another library cannot take the images, or gives other
-        than a number for each class; for ours `setup` has compared the arguments."""
+        """Raise DataError if a network of another library cannot take the images, or gives other than a number for
+        each class; for ours `setup` has compared the arguments."""
         if isinstance(self.net, Pretrained):
             return
         data, training, precision = self.data(), self.net.training, self.trainer.precision_plugin
@@ -125,14 +124,10 @@ class ImageTask(ClassificationTask):
         picture = self.data().picture(number)
         return self.data().from_pixels(picture[None])[0], picture
 
-    def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
-        save_gallery(
-            self.out() / "test_images.png",
-            lambda row: self.data().picture(numbers[row]),
-            probabilities,
-            labels,
-            self.figure_names(self.data().classes),
-        )
+    def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor | None) -> None:
+        data, name = self.data(), "predictions.png" if labels is None else "test_images.png"
+        captions = self.figure_names(data.classes)
+        save_gallery(self.out() / name, lambda row: data.picture(numbers[row]), probabilities, labels, captions)
 
     def on_predict_start(self) -> None:
         self.predicted: dict[int, list[float]] = {}
@@ -144,22 +139,14 @@ class ImageTask(ClassificationTask):
             self.predicted |= dict(zip(numbers.tolist(), answers, strict=True))
 
     def on_predict_end(self) -> None:
-        """Write predictions.csv, a line for each image, its file, class and probabilities, and
-        predictions.png, some of the images, the least certain first."""
+        """Write predictions.csv, a line for each image, its file, class and probabilities, and predictions.png, some
+        of the images, the least certain first."""
         self.gather_lines()
         predicted, data = self.gathered(self.predicted), self.data()
         file = self.out() / "predictions.csv"
         if self.trainer.is_global_zero:
             probs = torch.tensor(list(predicted.values())).reshape(len(predicted), -1)
-            files = [data.sample_name(number) for number in predicted]
-            write_table(file, files, probs, None, data.classes)
+            write_table(file, [data.sample_name(number) for number in predicted], probs, None, data.classes)
             if predicted:
-                numbers = list(predicted)
-                save_gallery(
-                    self.out() / "predictions.png",
-                    lambda row: data.picture(numbers[row]),
-                    probs,
-                    None,
-                    self.figure_names(data.classes),
-                )
+                self.save_samples(list(predicted), probs, None)
         self.summary = f"{len(predicted)} predictions are in {file}"

@@ -1,5 +1,5 @@
-"""The command `bundle`: a trained segmentation network as a MONAI bundle, a folder that
-`python -m monai.bundle` runs."""
+"""The command `bundle`: a trained segmentation network as a MONAI bundle, a folder that `python -m monai.bundle`
+runs."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class BundleCLI(TaskCLI):
 
 
 def bundle(arguments: list[str]) -> None:
-    """Write a bundle. arguments: `--ckpt_path best.ckpt --out bundles/NAME`, the training's config
-    and what overrides it. The folder `out`, new or empty before, appears complete or not at all.
+    """Write a bundle. arguments: `--ckpt_path best.ckpt --out bundles/NAME`, the training's config and what overrides
+    it. The folder `out`, new or empty before, appears complete or not at all.
 
-    Raises DataError for a checkpoint of another network, for a network that MONAI cannot build from
-    the config, and where `out` holds something or cannot be written.
+    Raises DataError for a checkpoint of another network, for a network that MONAI cannot build from the config, and
+    where `out` holds something or cannot be written.
     """
     cli = BundleCLI(SegmentationTask, VolumeData, args=arguments, run=False)
     if len(cli.datamodule.patch) != 3:
@@ -66,8 +66,8 @@ def bundle(arguments: list[str]) -> None:
 
 
 def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return MONAI's definition of the network, or of the ensemble of several checkpoints, and its
-    weights. The names in the first checkpoint become the data's."""
+    """Return MONAI's definition of the network, or of the ensemble of several checkpoints, and its weights. The
+    names in the first checkpoint become the data's."""
     task, data, saved = cli.model, cli.datamodule, []
     for path in paths:
         check_checkpoint(path, task, data)
@@ -103,8 +103,8 @@ def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, 
 
 
 def _target(value: Any, called: bool = False) -> Any:
-    """Convert jsonargparse's class_path and init_args, and dotted names of classes and functions,
-    to MONAI's `_target_`. called: the receiver calls it with more arguments to get the object."""
+    """Convert jsonargparse's class_path and init_args, and dotted names of classes and functions, to MONAI's
+    `_target_`. called: the receiver calls it with more arguments to get the object."""
     if isinstance(value, list | tuple):
         return [_target(one, called) for one in value]
     if called and isinstance(value, str) and "." in value:

@@ -17,8 +17,8 @@ from ndlightnet.training.segmentation.volume_data import VolumeData
 
 
 def folds(arguments: list[str]) -> None:
-    """Train and test every fold, `fit` with these arguments; then write cases.csv and metrics.json
-    of all folds together. A finished fold is not run again, and an interrupted one is resumed."""
+    """Train and test every fold, `fit` with these arguments; then write cases.csv and metrics.json of all folds
+    together. A finished fold is not run again, and an interrupted one is resumed."""
     rows: dict[str, list[dict[str, float]]] = {}
     scores: list[float] = []
     fold, count, names = 0, 1, ["background"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ndlightnet.training.classification.classification_task import ClassificationTask
+from ndlightnet.training import ImageTask
 from ndlightnet.training.classification.scores import scores
 
 
@@ -58,7 +58,7 @@ def test_the_first_five_of_many_classes():
 
 def test_the_loss_takes_mixed_labels():
     """Of one class each, they give the loss of their numbers; smoothing is in addition."""
-    task = ClassificationTask(torch.nn.Identity(), label_smoothing=0.2)
+    task = ImageTask(torch.nn.Identity(), label_smoothing=0.2)
     task.log = lambda *_, **__: None
     logits, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
     hard, soft = (

@@ -16,6 +16,7 @@ from scipy.stats import norm, t
 
 from ndlightnet.training.segmentation.metrics import (
     MEASURES,
+    TOLERANCE,
     dice_of,
     interval,
     measure_case,
@@ -46,13 +47,13 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def monai(labels, truth, classes, spacing, tolerance) -> dict[str, np.ndarray]:
+def monai(labels, truth, classes, spacing) -> dict[str, np.ndarray]:
     """The same from MONAI, whole and one-hot."""
     a, b = (one_hot(x[None, None], classes, dim=1) for x in (labels, truth))
     found = {
         "dice": compute_dice(a, b, include_background=False),
         "hd95_mm": compute_hausdorff_distance(a, b, percentile=95, spacing=spacing),
-        "nsd": compute_surface_dice(a, b, [tolerance] * (classes - 1), spacing=spacing),
+        "nsd": compute_surface_dice(a, b, [TOLERANCE] * (classes - 1), spacing=spacing),
     }
     return {key: value[0].numpy() for key, value in found.items()}
 
@@ -88,8 +89,8 @@ def test_measures_are_those_of_monai_without_cropping(shape, dtype):
     """MONAI has float32: 1e-6 of the distances; NSD and Dice are ratios of whole numbers."""
     labels, truth = (blobs(shape, 5, seed) for seed in (1, 2))
     labels[labels == 4] = 0  # one class lies in the truth alone
-    rows = measure_case(labels.to(dtype), truth.to(dtype), 5, (0.7, 1.3, 2.9), 2.0)
-    wanted = monai(labels, truth, 5, (0.7, 1.3, 2.9), 2.0)
+    rows = measure_case(labels.to(dtype), truth.to(dtype), 5, (0.3, 0.7, 1.5))
+    wanted = monai(labels, truth, 5, (0.3, 0.7, 1.5))
     wanted["hd95_mm"][~np.isfinite(wanted["hd95_mm"])] = math.nan
     for key, values in wanted.items():
         np.testing.assert_allclose(column(rows, key), values, rtol=1e-6, err_msg=key)
@@ -101,7 +102,7 @@ def test_on_a_real_case():
     truth = torch.from_numpy(np.asarray(image.dataobj).astype(np.uint8))
     labels = torch.roll(truth, (1, 2), (0, 2))
     spacing = [float(s) for s in image.header.get_zooms()]
-    rows, wanted = measure_case(labels, truth, 3, spacing), monai(labels, truth, 3, spacing, 1.0)
+    rows, wanted = measure_case(labels, truth, 3, spacing), monai(labels, truth, 3, spacing)
     for key, values in wanted.items():
         np.testing.assert_allclose(column(rows, key), values, rtol=1e-6, err_msg=key)
 
@@ -111,9 +112,9 @@ def test_a_single_slice_is_measured_in_its_plane(axis):
     """In three dimensions all of its voxels would be surface."""
     labels, truth = (blobs((21, 27), 3, seed) for seed in (3, 4))
     spacing = [0.7, 1.3]
-    wanted = monai(labels, truth, 3, list(spacing), 1.5)
+    wanted = monai(labels, truth, 3, list(spacing))
     spacing.insert(axis, 5.0)
-    rows = measure_case(labels.unsqueeze(axis), truth.unsqueeze(axis), 3, spacing, 1.5)
+    rows = measure_case(labels.unsqueeze(axis), truth.unsqueeze(axis), 3, spacing)
     for key, values in wanted.items():
         np.testing.assert_allclose(column(rows, key), values, rtol=1e-6, err_msg=key)
     assert rows[0]["volume_ml"] == pytest.approx((labels == 1).sum().item() * 4.55 / 1000)

@@ -169,8 +169,9 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "step_bytes", lambda net, channels, patch: 1000.0 * prod(patch))
 
 
-def config(found, labels=("background", "liver"), channels=("CT",), memory=8e9):
-    return config_of(found, labels, channels, "scans", Path("runs/scans"), "ndlightnet.NDLightUNet", "S", memory, 80, 3)
+def config(found, labels=("background", "liver"), memory=8e9, frames=None):
+    """The arguments of the model and of its data."""
+    return config_of(found, labels, ("CT",), "ndlightnet.NDLightUNet", "S", memory, frames)
 
 
 @pytest.mark.usefixtures("cheap")
@@ -178,7 +179,7 @@ def test_batches_of_small_and_of_few_volumes():
     """A crop takes 0.262 GB, 15.8 million weights and what goes with them 0.252 GB."""
 
     def batch(cases, memory):
-        return config(measured(cases=cases), memory=memory)["data"]["init_args"]["batch_size"]
+        return config(measured(cases=cases), memory=memory)[1]["batch_size"]
 
     assert batch(40, 200e9) == 2  # 5 % of 40 patches
     assert batch(200, 200e9) == 10
@@ -190,7 +191,7 @@ def test_batches_of_small_and_of_few_volumes():
 @pytest.mark.usefixtures("cheap")
 def test_a_smaller_card_gets_a_smaller_patch():
     large, small = (config(measured((160, 160, 160)), memory=gb * 1e9) for gb in (24, 6))
-    patches = [prod(made["data"]["init_args"]["patch"]) for made in (large, small)]
+    patches = [prod(data["patch"]) for _, data in (large, small)]
     assert patches[1] < patches[0] == 160**3
     assert 2 * 1000 * patches[1] < 6e9 - 16 * 4e6  # S has more than 4 million weights
     with pytest.raises(DataError, match=r"^memory: 0.004 GB, expected enough.*2 crops"):
@@ -208,8 +209,8 @@ def test_a_smaller_card_gets_a_smaller_patch():
     ],
 )
 def test_left_and_right_are_not_mirrored(names, axes):
-    made = config(measured(), ("background", *names))
-    assert made["data"]["init_args"]["augment"] == {"flip_axes": axes}
+    _, data = config(measured(), ("background", *names))
+    assert data["augment"] == {"flip_axes": axes}
 
 
 @pytest.mark.usefixtures("cheap")
@@ -218,9 +219,7 @@ def test_a_series_has_patches_of_frames():
     and not mirrored."""
 
     def made(memory):
-        series = (measured((64, 64, 64)), ("background", "liver"), ("CT",), "scans", Path("runs/scans"))
-        found = config_of(*series, "ndlightnet.NDLightUNet", "S", memory, 80, 3, 10)
-        data, model = found["data"]["init_args"], found["model"]
+        model, data = config(measured(), memory=memory, frames=10)
         assert data["patch"] == model["window"] and data["patch"][0] == 10
         assert data["augment"] == {"flip_axes": [1, 2, 3]} and len(data["spacing"]) == 3
         return data, model["net"]["init_args"]
