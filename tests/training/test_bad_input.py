@@ -212,7 +212,6 @@ def test_values_that_volumes_refuse(options, name):
         {"overlap": 1.0},
         {"mirror_axes": [0, 0]},
         {"mirror_axes": [-1]},
-        {"tolerance_mm": -1.0},
     ],
 )
 def test_values_that_segmentation_refuses(options):
