@@ -46,8 +46,8 @@ def panels(figure: Figure, columns: int) -> list[list]:
 
 
 def test_planes_are_seen_as_radiologists_see_them():
-    """RAS: x grows to the patient's right, y to the front, z to the head. Axial and coronal: right is left; sagittal:
-    front is left; front or head are up."""
+    """RAS: x grows to the patient's right, y to the front, z to the head. Axial and coronal: right is left;
+    sagittal: front is left; front or head are up."""
     corners = {2: (974, 74, 904, 4), 1: (945, 45, 940, 40), 0: (475, 405, 470, 400)}
     for axis, shape in ((2, (8, 10)), (1, (6, 10)), (0, (6, 8))):
         plane = cut(volume()[0].numpy(), axis, 4)

@@ -248,8 +248,8 @@ def test_an_interval_covers_as_often_as_theory_has_it(n, axis):
 
 @pytest.mark.slow
 def test_an_interval_knows_of_seeds_and_cases_at_once():
-    """Effects of both: the variances of both count. One alone would cover far too seldom:
-    within +-z of 1 / sqrt(2) of the deviation lies 0.755."""
+    """Effects of both: the variances of both count. One alone would cover far too seldom: within +-z of 1 / sqrt(2)
+    of the deviation lies 0.755."""
     random = np.random.default_rng(7)
     seeds, cases = random.normal(size=(RUNS, 30, 1)), random.normal(size=(RUNS, 1, 30))
     assert abs(coverage(seeds + cases, LEVEL) - LEVEL) < bound(LEVEL)

@@ -211,8 +211,7 @@ def test_left_and_right_are_not_mirrored(names, axes):
 
 @pytest.mark.usefixtures("cheap")
 def test_a_series_has_patches_of_frames():
-    """Space is planned as that of volumes in the memory that the frames leave; time is not strided
-    and not mirrored."""
+    """Space is planned as that of volumes in the memory that the frames leave; time is not strided and not mirrored."""
 
     def arguments(memory):
         model, data = config(measured(), memory=memory, frames=10)

@@ -149,8 +149,8 @@ def test_prediction_lies_on_its_voxels(labels_of, tmp_path, monkeypatch, order):
 
 @pytest.mark.parametrize("spacing", [(1.0, 2.5, 4.0), (2.0, 1.0, 1.3)])
 def test_prediction_lies_on_its_voxels_through_another_spacing(labels_of, tmp_path, monkeypatch, spacing):
-    """A ramp, which linear interpolation there and back leaves as it is, but where a grid's border
-    goes on: there it may be off by what it climbs along one cell of the coarser grid."""
+    """A ramp, which linear interpolation there and back leaves as it is, but where a grid's border goes on: there it
+    may be off by what it climbs along one cell of the coarser grid."""
     slope = np.array([3.0, -5.0, 7.0])  # per voxel of the file
     voxels = np.einsum("i,ixyz->xyz", slope, np.indices(SHAPE)).astype(np.float32)
     limit = float(np.median(voxels)) + 0.4

@@ -147,8 +147,8 @@ def test_the_running_mean_goes_on_in_a_resumed_training(segment, decathlon, tmp_
 
 
 def test_waiting_is_the_share_of_time_spent_on_slow_crops(segment, decathlon, tmp_path, monkeypatch):
-    """By a clock on which four crops last 3 s each, two steps 2 s each, and the validation after
-    them, which is no part of it, 100 s."""
+    """By a clock on which four crops last 3 s each, two steps 2 s each, and the validation after them, which is no
+    part of it, 100 s."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 

@@ -1,5 +1,5 @@
-"""Series of volumes over time through fit, test and predict, by a network of four axes and frame by
-frame; their measures and pictures; what does not fit together is one line."""
+"""Series of volumes over time through fit, test and predict, by a network of four axes and frame by frame; their
+measures and pictures; what does not fit together is one line."""
 
 import json
 from pathlib import Path
