@@ -17,8 +17,7 @@ from ndlightnet.data.errors import file_name, printable
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 from tests.training.hospital import broken_inputs, good_inputs
-
-CLASSES = "--model.net.init_args.out_channels=2"
+from tests.training.segmentation.conftest import CLASSES
 
 
 @pytest.mark.slow
