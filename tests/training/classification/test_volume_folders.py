@@ -259,8 +259,8 @@ class Watcher(ImageTask):
 def test_augmented_batches_and_a_test_by_the_same_trainer(
     scans: Path, fitted: Callable[[ImageData], ImageTask]
 ) -> None:
-    """The batches follow from the seed, differ between epochs, and are of the training alone; the
-    test is of the averaged weights."""
+    """The batches follow from the seed, differ between epochs, and are of the training alone; the test is of the
+    averaged weights."""
     augment = Augment(flip_axes=(0,), shift=1, turn=0.5)
     data = [VolumeFolders(str(scans), [8, 7, 6], batch_size=8, augment=augment) for _ in range(2)]
     one, two = map(fitted, data)
