@@ -22,6 +22,8 @@ from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoData, VideoTask
 from ndlightnet.training.core.cli import task_cli
 
+from ...data.video.made_videos import write_film
+
 CAUSAL = "--model.causal=true"
 SIZE, FRAMES = 24, 13  # the network's patch takes two frames, so the last one is half empty
 
@@ -152,6 +154,13 @@ def test_a_stream_that_is_interrupted_ends_well(trained, classify, clip, monkeyp
     done = stream(classify, clip, trained)
     assert (done.status, done.errors) == (0, [])
     assert done.out.splitlines() == complete.splitlines()[:7]
+
+
+def test_of_two_films_in_a_file_the_one_read_is_named(trained, classify, tmp_path):
+    film = np.zeros((4, 48, 64, 3), np.uint8)
+    path = write_film(tmp_path / "a.mkv", film[:, :32], second=film, default=(0, 0))
+    done = stream(classify, path, trained)
+    assert done.notes == [f"note: {path}: 2 video streams, the one read is stream 1 (64 x 48 pixels)"]
 
 
 @pytest.mark.slow
