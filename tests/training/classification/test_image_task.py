@@ -118,19 +118,6 @@ def test_a_small_set_is_learnt(trained):
     assert metrics["parameters"] == sum(v.numel() for v in saved.values())
 
 
-@pytest.mark.slow
-def test_a_resumed_run_adds_to_what_it_cost(trained, pictures, tmp_path):
-    kind, out = trained
-    if kind == "volumes":
-        pytest.skip("pictures are enough")
-    last = out / "checkpoints" / "last.ckpt"
-    done = launch(tmp_path, "fit", f"--data.init_args.root={pictures}", "--trainer.max_epochs=5", f"--ckpt_path={last}")
-    assert (done.status, done.errors) == (0, [])
-    first = torch.load(last, weights_only=True)["cost"]
-    both = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["cost"]
-    assert both[0][:52] == first[0] and len(both[0]) == 65
-
-
 @pytest.mark.parametrize(
     "options, net, text",
     [

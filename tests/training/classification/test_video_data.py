@@ -151,9 +151,9 @@ def test_what_a_network_gets():
 class Means(nn.Module):
     """Logits: the mean of each channel of the right half of a clip, twice of the last channel."""
 
-    def __init__(self, in_chans=3):
+    def __init__(self, in_chans=3, classes=2):
         super().__init__()
-        self.in_chans, self.num_classes = in_chans, 2
+        self.in_chans, self.num_classes = in_chans, classes
         self.map = nn.Linear(in_chans, 2)
 
     def forward(self, x):
@@ -309,12 +309,12 @@ def test_a_task_gives_networks_what_the_data_say(root, pixels):
 
 
 def test_a_network_of_other_channels_or_classes(root):
-    with pytest.raises(DataError, match="expected a network with in_chans=6, got 3"):
-        set_up(VideoTask(Means(3)), video_data(root, pixels="both"))
-    net = Means(3)
-    net.num_classes = 7
-    with pytest.raises(DataError, match=f"{root}: expected a network with num_classes=2, got 7"):
-        set_up(VideoTask(net), video_data(root))
+    for net, pixels, words in (
+        (Means(), "both", "in_chans=6, got 3"),
+        (Means(classes=7), "rgb", "num_classes=2, got 7"),
+    ):
+        with pytest.raises(DataError, match=f"{root}: expected a network with {words}"):
+            set_up(VideoTask(net), video_data(root, pixels=pixels))
 
 
 RUN = (

@@ -20,15 +20,7 @@ from ndlightnet.data.volume.fingerprint import Fingerprint
 from ndlightnet.training import SegmentationTask, VolumeData
 from ndlightnet.training.core.cli import task_cli
 from ndlightnet.training.peers import DynUNet
-from ndlightnet.training.segmentation.plan import (
-    config_of,
-    intensity_of,
-    patch_of,
-    plan,
-    step_bytes,
-    strides_of,
-    target_spacing,
-)
+from ndlightnet.training.segmentation.plan import config_of, intensity_of, patch_of, plan, step_bytes, target_spacing
 
 module = sys.modules[plan.__module__]
 CROP = (64, 48, 40)
@@ -78,12 +70,6 @@ def test_patches_fit_the_memory_and_the_strides():
             halved = edge[np.array(strides[before]) == 2]
             assert halved.max() < 2 * halved.min()
     assert fitting > 150
-
-
-def test_strides_of_two_cells_more():
-    """An axis keeps four cells: seven are not halved, eight are."""
-    assert strides_of([7, 7, 7], [1, 1, 1]) == []
-    assert strides_of([8, 7, 8], [1, 1, 1]) == [[2, 1, 2]]
 
 
 def test_target_spacing_by_hand():
@@ -195,18 +181,14 @@ def test_a_smaller_card_gets_a_smaller_patch():
 
 
 @pytest.mark.usefixtures("cheap")
-@pytest.mark.parametrize(
-    "names, axes",
-    [
-        (("liver", "spleen"), [0, 1, 2]),
-        (("bright spot",), [0, 1, 2]),
+def test_left_and_right_are_not_mirrored():
+    for names, axes in (
+        (("liver", "bright spot"), [0, 1, 2]),
         (("lung_left", "lung_right"), [1, 2]),
         (("Kidney (Right)",), [1, 2]),
-    ],
-)
-def test_left_and_right_are_not_mirrored(names, axes):
-    _, data = config(measured(), ("background", *names))
-    assert data["augment"] == {"flip_axes": axes}
+    ):
+        _, data = config(measured(), ("background", *names))
+        assert data["augment"] == {"flip_axes": axes}
 
 
 @pytest.mark.usefixtures("cheap")
@@ -239,20 +221,23 @@ def scans(tmp_path: Path, write_decathlon) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("net", ["ndlightnet.NDLightUNet", "ndlightnet.training.peers.SegResNet"])
-def test_the_plan_is_a_config(scans, tmp_path, capsys, net):
-    plan(str(scans), str(tmp_path / "out"), net=net, size="S", memory=4.0, epochs=80, workers=0)
+@pytest.mark.parametrize("net, frames", [("NDLightUNet", None), ("training.peers.SegResNet", None), ("NDLightUNet", 2)])
+def test_the_plan_is_a_config(scans, tmp_path, capsys, net, frames):
+    options = {"net": f"ndlightnet.{net}", "size": "S", "memory": 4.0, "epochs": 80, "workers": 0, "frames": frames}
+    plan(str(scans), str(tmp_path / "out"), **options)
     file = tmp_path / "out" / "plan.yaml"
     text = capsys.readouterr().out
     assert "no training case has a voxel of 'never'" in text and str(file) in text
     config = yaml.safe_load(file.read_text())
     data = config["data"]["init_args"]
-    assert data["patch"] == [12, 10, 8] == config["model"]["window"] and data["spacing"] == [2, 2, 3]
-    assert data["batch_size"] == 2 and data["augment"] == {"flip_axes": [1, 2]} and data["workers"] == 0
+    time = [frames] if frames else []
+    assert data["patch"] == [*time, 12, 10, 8] == config["model"]["window"] and data["spacing"] == [2, 2, 3]
+    flips = [len(time) + axis for axis in (1, 2)]
+    assert data["batch_size"] == 2 and data["augment"] == {"flip_axes": flips} and data["workers"] == 0
     assert config["trainer"]["default_root_dir"] == str(tmp_path / "out")
     assert list(data["intensities"][0]) == ["low", "high", "mean", "deviation"]
     cli = task_cli(SegmentationTask, VolumeData, ["--config", str(file)], run=False)
-    assert cli.datamodule.augment.flip_axes == (1, 2) and cli.trainer.max_epochs == 80
+    assert cli.datamodule.augment.flip_axes == tuple(flips) and cli.trainer.max_epochs == 80
     cli.datamodule.setup("fit")
     image, label, _ = cli.datamodule.crops[0]
     assert image.shape == (2, *data["patch"]) and label.shape == (1, *data["patch"])

@@ -15,12 +15,9 @@ from ndlightnet import NDLightUNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.made.moving_phantoms import FRAMES, LABELS, make_moving_phantoms
 from ndlightnet.models import FrameByFrame, FramesAsChannels
-from ndlightnet.training import SegmentationTask, VolumeData
-from ndlightnet.training.core.cli import task_cli
 from ndlightnet.training.segmentation.bundle import bundle
 from ndlightnet.training.segmentation.case_figure import save_case
 from ndlightnet.training.segmentation.metrics import measure_case
-from ndlightnet.training.segmentation.plan import plan
 from ndlightnet.training.segmentation.segmentation_task import _shrunk
 
 NET = "--model.net.init_args"
@@ -136,20 +133,6 @@ def test_a_bad_series_is_listed_and_the_others_go_on(run, moving, segment, tmp_p
     assert "five.nii.gz: should have 3 axes (or 2, or 4 with channels or frames)" in done.errors[0]
     shapes = [nibabel.load(tmp_path / f"out/predictions/{n}.nii.gz").shape for n in ("few", "one")]
     assert shapes == [(*series.shape[:3], 3), series.shape[:3]]
-
-
-@pytest.mark.slow
-def test_a_plan_of_series_trains(moving, tmp_path):
-    plan(str(moving), str(tmp_path), size="S", memory=2.0, workers=0, frames=4)
-    cli = task_cli(SegmentationTask, VolumeData, ["--config", str(tmp_path / "plan.yaml")], run=False)
-    assert cli.datamodule.patch[0] == 4 and cli.model.net.dims == 4
-    cli.model.data = lambda: cli.datamodule
-    cli.datamodule.setup("fit")
-    cli.model.setup("fit")
-    image, label, _ = cli.datamodule.crops[0]
-    assert image.shape == label.shape == (1, *cli.datamodule.patch)
-    first = cli.model.net.train()(image[None])[0]
-    assert first.shape == (1, 5, *cli.datamodule.patch) and first.isfinite().all()
 
 
 # --------------------------------------------------------------------------------- frame by frame
