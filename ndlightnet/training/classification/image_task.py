@@ -40,8 +40,8 @@ class ImageTask(ClassificationTask):
 
     def setup(self, stage: str) -> None:
         dims = getattr(self.net, "dims", None)
-        if dims is not None and any(not 0 <= axis < dims for axis in self.mirror):
-            raise DataError(f"model.mirror={self.mirror}: axes are 0 to {dims - 1}")
+        good = dims is None or all(0 <= axis < dims for axis in self.mirror)
+        check("model.mirror", self.mirror, good, f"axes from 0 to {dims and dims - 1}")
         if stage == "predict":
             return  # classes and size come with the checkpoint
         data = self.data()
@@ -66,8 +66,7 @@ class ImageTask(ClassificationTask):
             with torch.no_grad(), precision.forward_context():
                 output = self.net.eval()(precision.convert_input(image))
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            problem = f"cannot take images of {size} ({one_line(error)})"
-            raise DataError(f"model.net={name}: {problem}") from error
+            raise DataError(f"model.net={name}: cannot take images of {size} ({one_line(error)})") from error
         self.net.train(training)
         shape, expected = tuple(getattr(output, "shape", ())), (1, len(data.classes))
         check(f"model.net={name}", f"output {shape} of an image", shape == expected, f"{expected}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from math import prod
 from pathlib import Path
+from pydoc import locate
 from typing import Any, Literal
 
 import numpy as np
@@ -81,7 +81,9 @@ def plan(
     if cases[0].images[0].name.lower().endswith(PICTURES):
         raise DataError(f"{root}: holds pictures, expected volumes; tasks/README.md has a config for pictures")
     measured = fingerprint(cases, len(folder.labels), len(folder.channels))
-    available = _memory() if memory is None else memory * 1e9
+    available = 11e9 if memory is None else memory * 1e9
+    if memory is None and torch.cuda.is_available():
+        available = USABLE * torch.cuda.get_device_properties(0).total_memory
     model, data = config_of(measured, folder.labels, folder.channels, net, size, available, frames)
     trainer = {
         "default_root_dir": str(out_folder),
@@ -244,15 +246,6 @@ def _of_weights(x: Tensor) -> bool:
 
 
 def _network(path: str) -> Callable[..., nn.Module]:
-    module, _, name = path.rpartition(".")
-    try:
-        constructor: Callable[..., nn.Module] = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(f"net: {path!r}, expected the path of a class, such as ndlightnet.NDLightUNet") from error
+    constructor: Any = locate(path)
+    check("net", repr(path), callable(constructor), "the path of a class, such as ndlightnet.NDLightUNet")
     return constructor
-
-
-def _memory() -> float:
-    if not torch.cuda.is_available():
-        return 11e9
-    return USABLE * torch.cuda.get_device_properties(0).total_memory

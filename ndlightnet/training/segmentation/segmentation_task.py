@@ -241,8 +241,8 @@ class SegmentationTask(Task):
         row = measure_case(labels, truth, len(names), spacing)
         dice = torch.tensor([measured["dice"] for measured in row]).nanmean()
         title = case.name if truth is None else f"{case.name}: Dice {dice:.3f}"
-        shown = (drawn.as_tensor()[0], truth, labels)
-        save_case(folder / f"{case.name}.png", title, *shown, spacing, captions, volume.grid.time_step, plane)
+        panels = (drawn.as_tensor()[0], truth, labels)
+        save_case(folder / f"{case.name}.png", title, *panels, spacing, captions, volume.grid.time_step, plane)
         self.rows[case.name] = row
 
     def on_test_epoch_start(self) -> None:

@@ -87,8 +87,8 @@ def test_predictions_of_a_folder_with_odd_files(trained, folder, tmp_path, recog
 @pytest.mark.slow
 def test_bad_files_in_a_run(copied, tmp_path, recognise):
     """Each is named once in training, and as a failure in the test; without a good one the test ends."""
-    for part in ("train", "test"):
-        (copied / part / "rows" / "003.png").write_bytes(b"damaged")
+    for split in ("train", "test"):
+        (copied / split / "rows" / "003.png").write_bytes(b"damaged")
     common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}")
     options = ("workers=2", "validation=0", "batch_size=8")
     done = recognise("fit", *common, *(f"--data.init_args.{option}" for option in options), "--trainer.max_epochs=2")
@@ -117,12 +117,12 @@ def test_a_set_of_12_bits_in_16_gets_one_note(tmp_path, capsys):
 def test_a_checkpoint_of_other_classes(trained, copied, recognise, tmp_path):
     """Of another number, and of other names."""
     common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}", last(trained))
-    for part in ("train", "test"):
-        (copied / part / "plain").rename(copied / part / "zebra")
+    for split in ("train", "test"):
+        (copied / split / "plain").rename(copied / split / "zebra")
     (error,) = recognise("test", *common).errors
     assert "zebra" in error and "plain" in error
-    for part in ("train", "test"):
-        shutil.rmtree(copied / part / "zebra")
+    for split in ("train", "test"):
+        shutil.rmtree(copied / split / "zebra")
     (error,) = recognise("test", *common, "--model.net.init_args.num_classes=2").errors
     assert "the checkpoint of another network: net.head" in error
     (error,) = recognise("test", *common).errors

@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -55,17 +54,10 @@ def trained(classify, tmp_path_factory) -> Path:
 
 def encode(path: Path, **flags: str) -> Path:
     """A block that moves over noise, 96 x 128 pixels, 25 frames a second."""
-    rng = np.random.default_rng(0)
-    with av.open(str(path), "w", options=flags) as file:
-        stream = file.add_stream("libx264", rate=25)
-        stream.height, stream.width, stream.pix_fmt = 96, 128, "yuv420p"
-        stream.options, stream.codec_context.thread_count = {"g": "5"}, 1
-        for k in range(FRAMES):
-            picture = rng.integers(0, 256, (96, 128, 3), dtype=np.uint8)
-            picture[30:60, 8 * k : 8 * k + 24] = 250
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        file.mux(stream.encode())
-    return path
+    pictures = np.random.default_rng(0).integers(0, 256, (FRAMES, 96, 128, 3), dtype=np.uint8)
+    for k, picture in enumerate(pictures):
+        picture[30:60, 8 * k : 8 * k + 24] = 250
+    return write_film(path, pictures, options={"g": "5"}, flags=flags)
 
 
 @pytest.fixture

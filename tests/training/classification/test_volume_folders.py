@@ -179,7 +179,7 @@ def test_what_a_checkpoint_keeps(trained: Path, scans: Path) -> None:
         ({"size": [8, 8]}, (), "data.size: [8, 8], expected three numbers"),
         ({"spacing": [1, 0, 1]}, (), "data.spacing: [1, 0, 1], expected three"),
         ({"classes": ["x", "y"]}, (), "classes=['x', 'y'], has ['large', 'small']"),
-        ({}, (3,), "model.mirror=(3,): axes are 0 to 2"),
+        ({}, (3,), "model.mirror: (3,), expected axes from 0 to 2"),
         ({"shift": 2, "augment": Augment()}, (), "shift=2, flips=(): with augment"),
     ],
 )

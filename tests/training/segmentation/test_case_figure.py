@@ -131,13 +131,12 @@ def test_without_truth_the_prediction_chooses_the_planes(figures):
     assert panels(figures[1], 4)[0][0].get_title(loc="left") == "axial 2/6"
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_of_a_single_slice_there_is_one_plane(figures, axis):
-    image, labels = (v.narrow(axis, 5, 1) for v in volume())
-    save_case(Path("p.png"), "", image, labels, labels, SPACING, NAMES)
-    assert len(figures[0].axes) == 4
-    plane = panels(figures[0], 4)[0][0].images[0].get_array()
-    np.testing.assert_array_equal(plane, cut(image.numpy(), axis, 0))
+def test_of_a_single_slice_there_is_one_plane(figures):
+    for axis in range(3):
+        image, labels = (v.narrow(axis, 5, 1) for v in volume())
+        save_case(Path("p.png"), "", image, labels, labels, SPACING, NAMES)
+        assert len(figures[axis].axes) == 4
+        np.testing.assert_array_equal(figures[axis].axes[0].images[0].get_array(), cut(image.numpy(), axis, 0))
 
 
 @pytest.mark.parametrize("shape, classes", [((9, 7, 5), 118), ((300, 200, 1), 3), ((300, 7, 2), 3), ((5, 1, 1), 3)])

@@ -16,7 +16,6 @@ from scipy.stats import norm, t
 from ndlightnet.training.segmentation.metrics import (
     MEASURES,
     TOLERANCE,
-    dice_of,
     interval,
     measure_case,
     metrics_of,
@@ -65,14 +64,6 @@ def column(rows: list[dict[str, float]], key: str) -> list[float]:
     return [row[key] for row in rows]
 
 
-@pytest.mark.parametrize("axis, shift, dice", [(0, 0, 1), (0, 1, 0.75), (2, 3, 0.25), (1, 5, 0)])
-def test_dice_of_shifted_cubes(axis, shift, dice):
-    """Two equal cubes shifted by s of 4 voxels share (4 - s) / 4 of their voxels."""
-    moved = [4, 4, 4]
-    moved[axis] += shift
-    assert dice_of(cube(1, *moved), cube(1, 4, 4, 4), 2).tolist() == [dice]
-
-
 def test_where_a_class_is_missing():
     """1 in both, 2 only in the truth, 3 only found, 4 in neither."""
     truth = cube(1, 0, 0, 0) + cube(2, 8, 8, 8)
@@ -105,24 +96,6 @@ def test_a_single_slice_is_measured_in_its_plane(axis):
     rows = measure_case(labels.unsqueeze(axis), truth.unsqueeze(axis), 3, spacing)
     agree(rows, expected)
     assert rows[0]["volume_ml"] == pytest.approx((labels == 1).sum().item() * 4.55 / 1000)
-
-
-@pytest.mark.parametrize("axis, shift", [(0, 1), (1, 2), (2, 3)])
-def test_hausdorff_counts_millimetres_along_each_axis(axis, shift):
-    """Of a shifted cube a whole side, 16 of its 56 surface voxels, is `shift` voxels off."""
-    moved = [4, 4, 4]
-    moved[axis] += shift
-    rows = measure_case(cube(1, *moved), cube(1, 4, 4, 4), 2, SPACING)
-    assert rows[0]["hd95_mm"] == pytest.approx(shift * SPACING[axis])
-
-
-def test_hausdorff_takes_the_95th_percentile():
-    """A single stray voxel is beyond the percentile; all of a small prediction is not."""
-    truth = cube(1, 4, 4, 4)
-    stray, far = truth.clone(), torch.zeros_like(truth)
-    stray[15, 15, 15] = far[4, 4, 15] = 1
-    assert measure_case(stray, truth, 2, (1, 1, 1))[0]["hd95_mm"] == 0
-    assert measure_case(far, truth, 2, (1, 1, 1))[0]["hd95_mm"] > 11
 
 
 def test_the_tolerance_takes_a_spacing_that_float32_rounded_up():

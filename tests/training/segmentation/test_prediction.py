@@ -62,6 +62,14 @@ def test_wrong_number_of_channels(predict, tmp_path):
     assert predict(file).errors == [f"error: {file}: 2 channels, the network was trained on 1"]
 
 
+def test_what_was_decided_of_a_volume_is_printed(predict, tmp_path):
+    voxels = random_image(SHAPE)
+    voxels[0, :2, 3] = np.nan
+    file = write(tmp_path / "some_nan.nii", voxels)
+    done = predict(file)
+    assert done.status == 0 and [note for note in done.notes if note.startswith(f"note: {file}: 2 voxels are NaN")]
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 1, 3)])
 def test_prediction_lies_on_its_voxels(labels_of, tmp_path, monkeypatch, order):
     """A "network" that says 1 above 100: the file's own threshold, whatever way the file lies."""
