@@ -206,14 +206,7 @@ def test_values_that_volumes_refuse(options, name):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"window": [8]},
-        {"window": [0, 8, 8]},
-        {"overlap": 1.0},
-        {"mirror_axes": [0, 0]},
-        {"mirror_axes": [-1]},
-        {"tolerance_mm": -1.0},
-    ],
+    [{"window": [8]}, {"window": [0, 8, 8]}, {"overlap": 1.0}, {"mirror_axes": [0, 0]}, {"mirror_axes": [-1]}],
 )
 def test_values_that_segmentation_refuses(options):
     with pytest.raises(DataError, match=f"^model.{next(iter(options))}: .*, expected "):

@@ -26,8 +26,8 @@ STRONG = 0.6  # opacity of the strongest cell of an attribution
 
 
 def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
-    """Write a figure of counts (truth, prediction), coloured by their fraction of the row. With
-    more than NAMED classes it has neither counts nor names."""
+    """Write a figure of counts (truth, prediction), coloured by their fraction of the row. With more than NAMED
+    classes it has neither counts nor names."""
     counts = matrix.cpu().numpy()
     fraction = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     side = 2.2 + 0.7 * min(len(classes), NAMED)
@@ -47,8 +47,8 @@ def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
 
 
 def class_areas(probabilities: Tensor, labels: Tensor) -> list[float | None]:
-    """Return the area under the ROC curve of each class against all others, None for a class that
-    does not occur, or alone does. probabilities: (samples, classes), labels: (samples,)."""
+    """Return the area under the ROC curve of each class against all others, None for a class that does not occur, or
+    alone does. probabilities: (samples, classes), labels: (samples,)."""
     areas: list[float | None] = []
     for label in range(probabilities.shape[1]):
         members = (labels == label).long()
@@ -58,8 +58,8 @@ def class_areas(probabilities: Tensor, labels: Tensor) -> list[float | None]:
 
 
 def reliability(probabilities: Tensor, labels: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (count, mean probability of the answer, fraction of right answers) of each of `bins`
-    equal intervals of the answer's probability, each (bins,); NaN where there is no answer."""
+    """Return (count, mean probability of the answer, fraction of right answers) of each of `bins` equal intervals of
+    the answer's probability, each (bins,); NaN where there is no answer."""
     sure, answers = probabilities.max(1)
     interval = (sure * bins).ceil().long().clamp(1, bins) - 1  # as torchmetrics: (lower, upper]
     count = torch.bincount(interval, minlength=bins)
@@ -114,8 +114,8 @@ def save_strips(path: Path, strips: Sequence[tuple[str, bool | None, Tensor]], f
 
 
 def projections(image: Tensor) -> np.ndarray:
-    """Return means of an image (*space) over all but two axes, side by side: 3 for a volume. Of one
-    axis: bars as high as its values."""
+    """Return means of an image (*space) over all but two axes, side by side: 3 for a volume. Of one axis: bars as
+    high as its values."""
     if image.ndim == 1:
         heights = image.float() / max(1.0, float(image.max()))
         image = (heights >= torch.linspace(1, 1 / BARS, BARS)[:, None]).float()
@@ -129,8 +129,8 @@ def projections(image: Tensor) -> np.ndarray:
 
 
 def worst_to_best(sure: Tensor, count: int) -> list[int]:
-    """Return the numbers of `count` samples, or of all if they are fewer, evenly spaced from the
-    lowest probability of the truth (samples,) to the highest."""
+    """Return the numbers of `count` samples, or of all if they are fewer, evenly spaced from the lowest probability
+    of the truth (samples,) to the highest."""
     count = min(count, len(sure))
     return sure.argsort(stable=True)[torch.linspace(0, len(sure) - 1, count).round().long()].tolist()
 
@@ -138,11 +138,11 @@ def worst_to_best(sure: Tensor, count: int) -> list[int]:
 def save_gallery(
     path: Path, image: Callable[[int], Tensor], probabilities: Tensor, labels: Tensor | None, names: Sequence[str]
 ) -> None:
-    """Write some images, `image(row)` (channels, *space) of 1 channel or, uint8, of 3 colours,
-    evenly spaced from the worst answer (n, classes) to the best: the first has the lowest
-    probability of its truth, or without labels of its answer. A caption is the answer with its
-    probability."""
+    """Write some images, `image(row)` (channels, *space) of 1 channel or, uint8, of 3 colours, evenly spaced from
+    the worst answer (n, classes) to the best: the first has the lowest probability of its truth, or without labels
+    of its answer. A caption is the answer with its probability."""
     truth = probabilities.argmax(1) if labels is None else labels
+    captions = answer_captions(probabilities, truth, names, "\n")
     each = max(1, math.comb(image(0).ndim - 1, 2))  # a line has one, too
     rows = worst_to_best(probabilities.gather(1, truth[:, None])[:, 0], max(4, VIEWS // each))
     columns = max(1, 9 // each)
@@ -151,24 +151,31 @@ def save_gallery(
     for axis in axes.flat:
         axis.axis("off")
     for axis, row in zip(axes.flat, rows, strict=False):
-        answer, label, cells = int(probabilities[row].argmax()), int(truth[row]), image(row)
+        cells, (caption, right) = image(row), captions[row]
         view = cells.permute(1, 2, 0).numpy() if len(cells) == 3 else projections(cells[0])
         axis.imshow(view, cmap="gray", vmin=0, vmax=1)
-        caption = f"{names[answer]} {probabilities[row, answer]:.2f}"
-        caption += "" if answer == label else f"\nnot {names[label]}"
-        color = "black" if labels is None else RIGHT if answer == label else WRONG
-        axis.set_title(caption, fontsize=6, color=color)
+        axis.set_title(caption, fontsize=6, color="black" if labels is None else RIGHT if right else WRONG)
     save_figure(figure, path)
+
+
+def answer_captions(probs: Tensor, truth: Tensor, names: Sequence[str], before: str = ", ") -> list[tuple[str, bool]]:
+    """Return of each sample the answer with its probability, and after `before` the truth if it is another class;
+    and whether the answer is right. probs: (samples, classes), truth: (samples,)."""
+    captions = []
+    for row, label in zip(probs, truth.tolist(), strict=True):
+        answer = int(row.argmax())
+        caption = f"{names[answer]} {row[answer]:.2f}" + ("" if answer == label else f"{before}not {names[label]}")
+        captions.append((caption, answer == label))
+    return captions
 
 
 # ------------------------------------------------------------------------------- what decided them
 def views(picture: Tensor, heat: Tensor, video: bool = False) -> list[tuple[np.ndarray, Any]]:
-    """Return pairs of a picture (height, width, 3) from 0 to 1 and of its cells of `heat` (height,
-    width).
+    """Return pairs of a picture (height, width, 3) from 0 to 1 and of its cells of `heat` (height, width).
 
-    picture: (1 or 3 channels, *space) uint8; heat: (*space). An image is itself; a volume has three
-    slices, those of most heat where it is bright; a video has FRAMES of its frames, evenly spaced;
-    of a signal (channels, length) the channels are the rows.
+    picture: (1 or 3 channels, *space) uint8; heat: (*space). An image is itself; a volume has three slices, those of
+    most heat where it is bright; a video has FRAMES of its frames, evenly spaced; of a signal (channels, length) the
+    channels are the rows.
     """
     cells, heat = picture.float().cpu() / 255, heat.cpu()
     if heat.ndim == 1:
@@ -191,8 +198,8 @@ def _pair(cells: Tensor, heat: Tensor) -> tuple[np.ndarray, Any]:
 
 
 def overlaid(view: np.ndarray, heat: np.ndarray, most: float) -> np.ndarray:
-    """Return the grey `view` (height, width, 3) under red, where `heat` (height, width) is above 0,
-    and blue, below; its opacity grows with |heat| up to STRONG at `most`."""
+    """Return the grey `view` (height, width, 3) under red, where `heat` (height, width) is above 0, and blue, below;
+    its opacity grows with |heat| up to STRONG at `most`."""
     grey = view.mean(-1, keepdims=True)
     share = np.clip(heat / max(most, 1e-30), -1, 1)[..., None]
     colour = np.where(share > 0, [0.90, 0.16, 0.12], [0.10, 0.35, 0.90])
@@ -202,8 +209,8 @@ def overlaid(view: np.ndarray, heat: np.ndarray, most: float) -> np.ndarray:
 
 
 def save_attributions(path: Path, samples: Sequence[tuple[str, bool, list[tuple[np.ndarray, Any]]]]) -> None:
-    """Write a figure: of each sample (caption, whether right, `views`) the pictures, and below
-    them the same with what spoke for the answer in red, against it in blue."""
+    """Write a figure: of each sample (caption, whether right, `views`) the pictures, and below them the same with
+    what spoke for the answer in red, against it in blue."""
     wide = max(len(pairs) for _, _, pairs in samples)
     beside = max(1, COLUMNS // wide)  # samples in a line
     lines, columns = math.ceil(len(samples) / beside), min(beside, len(samples)) * wide

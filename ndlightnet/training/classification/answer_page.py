@@ -52,38 +52,27 @@ def write_page(
     names: Sequence[str],
     failures: Sequence[str] = (),
 ) -> None:
-    """Write an HTML page of a test: `metrics` of `scores`, each class, and those of PICTURES that
-    lie beside `path`."""
+    """Write an HTML page of a test: `metrics` of `scores`, each class, and those of PICTURES that lie beside `path`."""
     areas = class_areas(probabilities, labels)
     counts = [sum(row) for row in metrics["confusion"]]
     lines = [
         [caption, count, number(metrics["recall"][name]), number(area)]
         for name, caption, count, area in zip(names, page_names(names), counts, areas, strict=True)
     ]
-    write_html(
-        path,
-        TEMPLATE,
-        title=title,
-        summary=summary,
-        failures=failures,
-        classes=lines,
-        measures=[[MEASURES[key], number(metrics[key])] for key in MEASURES if key in metrics],
-        pictures=[item for item in PICTURES.items() if (path.parent / item[0]).is_file()],
-    )
+    measures = [[caption, number(metrics[key])] for key, caption in MEASURES.items() if key in metrics]
+    pictures = [item for item in PICTURES.items() if (path.parent / item[0]).is_file()]
+    texts = {"title": title, "summary": summary, "failures": failures}
+    write_html(path, TEMPLATE, **texts, classes=lines, measures=measures, pictures=pictures)
 
 
 def write_table(
     path: Path, files: Sequence[str], probabilities: Tensor, labels: Tensor | None, names: Sequence[str]
 ) -> None:
-    """Write CSV, a line for each sample: its file, truth if `labels` are given, prediction and
-    probabilities."""
-    rows = [
-        [file, names[row.index(max(row))], *(f"{value:.6f}" for value in row)]
-        for file, row in zip(files, probabilities.tolist(), strict=True)
-    ]
-    head = ["file", "prediction", *names]
+    """Write CSV, a line for each sample: its file, truth if `labels` are given, prediction and probabilities."""
+    columns = {"file": files}
     if labels is not None:
-        head.insert(1, "truth")
-        for row, label in zip(rows, labels.tolist(), strict=True):
-            row.insert(1, names[label])
-    write_csv(path, head, rows)
+        columns["truth"] = [names[label] for label in labels.tolist()]
+    columns["prediction"] = [names[answer] for answer in probabilities.argmax(1).tolist()]
+    probs = [[f"{value:.6f}" for value in row] for row in probabilities.tolist()]
+    rows = [[*texts, *row] for *texts, row in zip(*columns.values(), probs, strict=True)]
+    write_csv(path, [*columns, *names], rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, printable
 from ndlightnet.training.classification.answer_figures import (
+    answer_captions,
     save_attributions,
     save_confusion,
     save_curves,
@@ -25,9 +27,9 @@ from ndlightnet.training.report.results import write_metrics
 ATTRIBUTED = 6  # samples in attribution.png
 
 
-class ClassificationTask(Task):
-    """Trains `net`, inputs -> `(batch, classes)` logits. Batches are `(*inputs, labels, numbers)`;
-    the number of a sample identifies it.
+class ClassificationTask(Task, ABC):
+    """Trains `net`, inputs -> `(batch, classes)` logits. Batches are `(*inputs, labels, numbers)`; the number of a
+    sample identifies it.
 
     Args:
         net, lr, weight_decay: as in Task.
@@ -44,8 +46,7 @@ class ClassificationTask(Task):
         self, net: nn.Module, lr: float = 1e-3, weight_decay: float = 0.05, label_smoothing: float = 0.1, **kwargs: Any
     ) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
-        good = 0 <= label_smoothing <= 1
-        check("model.label_smoothing", label_smoothing, good, "a fraction from 0 to 1")
+        check("model.label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "a fraction from 0 to 1")
         self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
 
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
@@ -85,16 +86,12 @@ class ClassificationTask(Task):
             raise DataError(f"{self.data().root}: no file of the test could be read")
         probabilities = torch.stack([row for row, _ in tested.values()])
         labels = torch.tensor([label for _, label in tested.values()])
-        names = self.data().classes
-        metrics = {
-            **scores(probabilities, labels, names),
-            self.samples: len(labels),
-            **self.more_metrics(probabilities, labels),
-        }
+        names, numbers, out = self.data().classes, list(tested), self.out()
+        costs = self.more_metrics(probabilities, labels)
+        metrics = {**scores(probabilities, labels, names), self.samples: len(labels), **costs}
         self.log("test_accuracy", metrics["top1"], rank_zero_only=True)
         if not self.trainer.is_global_zero:
             return
-        numbers, out = list(tested), self.out()
         write_metrics(out, metrics)
         files = [self.data().sample_name(number) for number in numbers]
         write_table(out / "test.csv", files, probabilities, labels, names)
@@ -104,23 +101,18 @@ class ClassificationTask(Task):
         self.save_samples(numbers, probabilities, labels)
         self.save_attributions(numbers, probabilities, labels)
         summary = f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} {self.samples}"
-        page = out / "index.html"
         title = f"Test: {printable(self.data().root)}"
-        write_page(page, title, summary, metrics, probabilities, labels, names, self.failures)
-        self.summary = f"{summary}; see {page}"
+        write_page(out / "index.html", title, summary, metrics, probabilities, labels, names, self.failures)
+        self.summary = f"{summary}; see {out / 'index.html'}"
 
     def save_attributions(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
-        """Write attribution.png: what decided the answers, of some samples from the worst answer to
-        the best; called in one process."""
-        names, rows = self.figure_names(self.data().classes), []
-        sure = probabilities.gather(1, labels[:, None])[:, 0]
-        for row in worst_to_best(sure, ATTRIBUTED):
+        """Write attribution.png: what decided the answers, of some samples from the worst answer to the best; called
+        in one process."""
+        captions, rows = answer_captions(probabilities, labels, self.figure_names(self.data().classes)), []
+        for row in worst_to_best(probabilities.gather(1, labels[:, None])[:, 0], ATTRIBUTED):
             x, picture = self.sample(numbers[row])
-            answer, label = int(probabilities[row].argmax()), int(labels[row])
-            heat = attribution(self._logits, x.to(self.device), answer)
-            caption = f"{names[answer]} {probabilities[row, answer]:.2f}"
-            caption += "" if answer == label else f", not {names[label]}"
-            rows.append((caption, answer == label, views(picture, heat, self.has_frames)))
+            heat = attribution(self._logits, x.to(self.device), int(probabilities[row].argmax()))
+            rows.append((*captions[row], views(picture, heat, self.has_frames)))
         save_attributions(self.out() / "attribution.png", rows)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -130,10 +122,10 @@ class ClassificationTask(Task):
             logits: Tensor = self.net(plugin.convert_input(x)).float()
         return logits
 
+    @abstractmethod
     def sample(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return a test sample as the network sees it, (channels, *space), and as a picture, (1 or
-        3 channels, *space) uint8."""
-        raise NotImplementedError
+        """Return a test sample as the network sees it, (channels, *space), and as a picture, (1 or 3 channels,
+        *space) uint8."""
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
         """Return what a subclass adds to metrics.json; called in every process."""

@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.image.image_sets import (
-    Batches,
-    ImageSet,
-    SeededBatches,
-    ShuffledBatches,
-    mean_and_std,
-    moved,
-    read_images,
-)
+from ndlightnet.data.image import image_sets
+from ndlightnet.data.image.image_sets import ImageSet
 from ndlightnet.data.made.digits import still_digits
 from ndlightnet.data.sampling import linspace_indices, replica
 from ndlightnet.data.volume.augment import Augment
@@ -26,8 +19,8 @@ from ndlightnet.training.core.data_module import LabelledData, limited
 class ImageData(LabelledData):
     """A folder of IDX files or an npz file, as ndlightnet.data.image.image_sets reads them.
 
-    Bytes are augmented and normalised on the device. Batches and augmentation depend on the seed
-    alone, so that networks that are compared get the same.
+    Bytes are augmented and normalised on the device. Batches and augmentation depend on the seed alone, so that
+    networks that are compared get the same.
 
     Args:
         root: the folder or file.
@@ -35,11 +28,10 @@ class ImageData(LabelledData):
         batch_size: images per batch.
         shift: largest random shift of training images along every axis (cells).
         flips: axes along which training images are mirrored half the time.
-        validation: fraction of the training images that chooses the best checkpoint, where the data
-            have no validation part; 0: none. The test images are not used for this.
+        validation: fraction of the training images that chooses the best checkpoint, where the data have no validation
+            part; 0: none. The test images are not used for this.
         train_limit: train on so many images, evenly spaced; default: all.
-        augment: augmentation of training images after normalisation; replaces `shift` and `flips`,
-            which it has, too.
+        augment: augmentation of training images after normalisation; replaces `shift` and `flips`, which it has, too.
     """
 
     channels = 1
@@ -61,7 +53,7 @@ class ImageData(LabelledData):
         self.classes, self.augment = tuple(classes or ()), augment
 
     def read(self) -> dict[str, ImageSet]:
-        return read_images(self.root)
+        return image_sets.read_images(self.root)
 
     def setup(self, stage: str) -> None:
         if stage == "predict":
@@ -79,7 +71,7 @@ class ImageData(LabelledData):
         self.classes = self.classes or tuple(str(label) for label in range(most + 1))
         if most >= len(self.classes) or least < 0:
             raise DataError(f"{self.root}: labels up to {most}: classes are {list(self.classes)}")
-        self.mean, self.std = mean_and_std(train.images)
+        self.mean, self.std = image_sets.mean_and_std(train.images)
         held = linspace_indices(round(self.validation * len(train)), len(train))
         self.val_set = sets.get("val", train.pick(held))
         if "val" not in sets:
@@ -87,14 +79,14 @@ class ImageData(LabelledData):
         self.train_set = train.pick(limited(self, train.labels.tolist()))
 
     def train_dataloader(self) -> Any:
-        kind = SeededBatches if self.augment else ShuffledBatches
+        kind = image_sets.SeededBatches if self.augment else image_sets.ShuffledBatches
         return kind(self.train_set, self.batch_size, replica(), shift=self.shift, flips=self.flips, seed=self.seed)
 
     def plain_train_dataloader(self) -> Any:
         return self.still_loader(self.train_set)
 
     def still_loader(self, samples: ImageSet) -> Any:
-        return Batches(samples, self.batch_size, replica())
+        return image_sets.Batches(samples, self.batch_size, replica())
 
     def predict_dataloader(self) -> Any:
         raise DataError(f"{self.root}: predict reads files, with ImageFolders or VolumeFolders, not ImageData")
@@ -104,10 +96,10 @@ class ImageData(LabelledData):
         return self.test_set.images[number][None]
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Normalise uint8 images to mean 0 and std 1; those of training batches are shifted and
-        mirrored, or augmented, as the rest of the batch says."""
+        """Normalise uint8 images to mean 0 and std 1; those of training batches are shifted and mirrored, or
+        augmented, as the rest of the batch says."""
         images, labels, numbers, *moves = batch
-        images = moved(images, *moves) if len(moves) == 2 else images
+        images = image_sets.moved(images, *moves) if len(moves) == 2 else images
         images = self.from_pixels(images)
         if self.augment and len(moves) == 1:
             images, _ = self.augment(images, None, torch.Generator().manual_seed(moves[0]))
@@ -128,8 +120,8 @@ class ImageData(LabelledData):
 
 
 class HandwrittenDigits(ImageData):
-    """Handwritten digits that scikit-learn brings along: 1,500 images to train with, 297 to test,
-    in ten classes. Nothing is read or downloaded.
+    """Handwritten digits that scikit-learn brings along: 1,500 images to train with, 297 to test, in ten classes.
+    Nothing is read or downloaded.
 
     Args:
         size: pixels of a side; the images have 8 and are enlarged.

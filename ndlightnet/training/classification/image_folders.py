@@ -19,24 +19,23 @@ from ndlightnet.training.report.results import log_rank_zero
 
 
 class ImageFolders(LabelledData):
-    """`train/CLASS/*`, `test/CLASS/*` and perhaps `val/CLASS/*` under `root`: PNG, JPEG, WebP, BMP
-    and TIFF files of any sizes, at any depth. Names of arguments are those of torchvision and timm.
+    """`train/CLASS/*`, `test/CLASS/*` and perhaps `val/CLASS/*` under `root`: PNG, JPEG, WebP, BMP and TIFF files of
+    any sizes, at any depth. Names of arguments are those of torchvision and timm.
 
-    Workers decode the files and send bytes; normalisation and mixing are done on the device. Order
-    and random draws follow from the seed and the number of a visit, with any number of workers.
+    Workers decode the files and send bytes; normalisation and mixing are done on the device. Order and random draws
+    follow from the seed and the number of a visit, with any number of workers.
 
     Args:
         root: the folder. The classes have the names of their folders.
         size: height and width of the network's input, one number or [height, width].
-        channels: 3: RGB, 1: grey. ndlightnet.data.image.image_folder.read_image tells what becomes of
-            palettes, alpha channels, CMYK, 16 bits and EXIF tags.
+        channels: 3: RGB, 1: grey. ndlightnet.data.image.image_folder.read_image tells what becomes of palettes, alpha
+            channels, CMYK, 16 bits and EXIF tags.
         batch_size: images per batch and process.
-        scale: least and largest area of the random crop of a training image (fractions), as in
-            torchvision's RandomResizedCrop; null: the middle, as large as it can be.
+        scale: least and largest area of the random crop of a training image (fractions), as in torchvision's
+            RandomResizedCrop; null: the middle, as large as it can be.
         ratio: its least and largest width / height.
         padding: above 0: random crops of the middle, padded by so many pixels, in place of `scale`.
-        hflip: probability that a training image is mirrored. 0.5 where left and right do not
-            matter to the classes.
+        hflip: probability that a training image is mirrored. 0.5 where left and right do not matter to the classes.
         randaugment: {num_ops, magnitude, num_magnitude_bins} of torchvision's RandAugment.
         color_jitter: largest change of brightness, contrast and saturation (a fraction).
         random_erasing: probability that a rectangle of a training image becomes the mean colour.
@@ -44,18 +43,15 @@ class ImageFolders(LabelledData):
         cutmix: alpha of its CutMix; 0: none. With both, each batch gets one of them at random.
         interpolation: nearest, bilinear or bicubic.
         crop_pct: the central fraction of the short side that validation, test and prediction see.
-        mean: of pixels from 0 to 1, one number per channel; default: ImageNet's, for grey the mean
-            of the three.
+        mean: of pixels from 0 to 1, one number per channel; default: ImageNet's, for grey the mean of the three.
         std: standard deviations, likewise.
-        validation: fraction of each class of `train` that chooses the best checkpoint, where there
-            is no folder `val`; 0: none. `test` is not used for this.
-        train_limit: train on so many of the images that are left for it, evenly spaced; default:
-            all.
+        validation: fraction of each class of `train` that chooses the best checkpoint, where there is no folder `val`;
+            0: none. `test` is not used for this.
+        train_limit: train on so many of the images that are left for it, evenly spaced; default: all.
         workers: processes that decode images.
         input: for predict: a file, or a folder of files at any depth.
 
-    A file that cannot be read is named by a line: in training the next good file replaces it,
-    elsewhere it is left out.
+    A file that cannot be read is named by a line: in training the next good file replaces it, elsewhere it is left out.
 
     After `setup`: classes, space (height, width), channels.
     """
@@ -114,45 +110,35 @@ class ImageFolders(LabelledData):
         height, width = self.space
         self.collate = collate_of(self.space, channels)
         self.evaluate = image_transforms.evaluation((height, width), crop_pct, interpolation)
-        self.augment = image_transforms.training(
-            (height, width),
-            interpolation,
-            scale=None if padding else scale,
-            ratio=ratio,
-            padding=padding,
-            hflip=hflip,
-            randaugment=randaugment,
-            color_jitter=color_jitter,
-            random_erasing=random_erasing,
-            fill=[round(255 * value) for value in self.mean],
-        )
+        crop: Any = {"scale": None if padding else scale, "ratio": ratio, "padding": padding, "hflip": hflip}
+        colours: Any = {"randaugment": randaugment, "color_jitter": color_jitter, "random_erasing": random_erasing}
+        fill = [round(255 * value) for value in self.mean]
+        self.augment = image_transforms.training((height, width), interpolation, **crop, **colours, fill=fill)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "predict":
             return  # the classes' names come with the checkpoint
-        notes: list[str] = []
-        train = self.root / "train"
         if not self.root.is_dir():
             raise DataError(f"{self.root}: no such folder, expected one with train/CLASS/ in it")
-        test = self.root / "test"
+        notes: list[str] = []
+        train, val, test = (self.root / name for name in ("train", "val", "test"))
         # to test, the training images need not be here
         self.classes = class_names(train if train.is_dir() or stage != "test" else test)
         if stage == "test":
             self.test_set = self._images(list_images(test, self.classes, notes))
-            log_rank_zero(notes)
-            return
-        files = list_images(train, self.classes, notes)
-        if (self.root / "val").is_dir():
-            held = list_images(self.root / "val", self.classes, notes)
         else:
-            files, held = _split(files, self.validation)
-        few = files.pick(limited(self, files.labels.tolist()))
-        note_dark(few, notes)
+            files = list_images(train, self.classes, notes)
+            if val.is_dir():
+                held = list_images(val, self.classes, notes)
+            else:
+                files, held = _split(files, self.validation)
+            few = files.pick(limited(self, files.labels.tolist()))
+            note_dark(few, notes)
+            self.val_set = self._images(held)
+            self.train_set = FolderImages(few, self.channels, self.augment, train=True)
+            self.mixing = mixing(self.mixup, self.cutmix, len(self.classes))
         log_rank_zero(notes)
-        self.val_set = self._images(held)
-        self.train_set = FolderImages(few, self.channels, self.augment, train=True)
-        self.mixing = mixing(self.mixup, self.cutmix, len(self.classes))
 
     def _images(self, files: ImageFiles) -> FolderImages:
         return FolderImages(files, self.channels, self.evaluate)
@@ -171,17 +157,20 @@ class ImageFolders(LabelledData):
         return str(self.test_set.files.path(number))
 
     def picture(self, number: int) -> Tensor:
-        """Return an image of the test or prediction as the network sees it: (channels, *space)
-        uint8."""
+        """Return an image of the test or prediction as the network sees it: (channels, *space) uint8."""
         image = self.test_set[number].image
         assert image is not None  # it was read before
         return image
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return (images float32, labels, numbers): normalised, and in training mixed, when labels
-        are (batch, classes) floats. Files that could not be read are named."""
+        """Return (images float32, labels, numbers): normalised, and in training mixed, when labels are (batch,
+        classes) floats. Files that could not be read are named."""
         images, labels, numbers, draw, problems = batch
-        self._report(problems)
+        if self.trainer is not None and (self.trainer.testing or self.trainer.predicting):
+            task: Any = self.trainer.lightning_module
+            task.failures += problems
+        else:
+            self.report_skipped(problems, "left out")
         if draw is not None and not len(images):
             raise DataError(f"{self.root}: a whole batch cannot be read, such as {problems[-1]}")
         images = self.from_pixels(images)
@@ -201,14 +190,6 @@ class ImageFolders(LabelledData):
     def _each(self, values: list[float], images: Tensor) -> Tensor:
         return torch.tensor(values, device=images.device).view(-1, *[1] * len(self.space))
 
-    def _report(self, problems: list[str]) -> None:
-        trainer = self.trainer
-        if trainer is not None and (trainer.testing or trainer.predicting):
-            task: Any = trainer.lightning_module
-            task.failures += problems
-        else:
-            self.report_skipped(problems, "left out")
-
 
 def _split(files: ImageFiles, fraction: float) -> tuple[ImageFiles, ImageFiles]:
     """Return the files without and with an evenly spaced `fraction` of each class."""
@@ -224,8 +205,8 @@ def _split(files: ImageFiles, fraction: float) -> tuple[ImageFiles, ImageFiles]:
 
 
 class ColouredDigits(ImageFolders):
-    """Pictures of handwritten digits in colour on texture, 32 x 32 pixels, drawn under `root` if
-    they do not exist yet, then read like any folder.
+    """Pictures of handwritten digits in colour on texture, 32 x 32 pixels, drawn under `root` if they do not exist yet,
+    then read like any folder.
 
     images: number of training and of test pictures.
     """
@@ -235,6 +216,5 @@ class ColouredDigits(ImageFolders):
         self.images = images
 
     def prepare_data(self) -> None:
-        if self.trainer is not None and self.trainer.predicting:
-            return
-        make_coloured_digits(self.root, *self.images)
+        if self.trainer is None or not self.trainer.predicting:
+            make_coloured_digits(self.root, *self.images)

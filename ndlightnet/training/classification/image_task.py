@@ -20,8 +20,7 @@ from ndlightnet.training.core.options import check
 
 
 class ImageTask(ClassificationTask):
-    """Trains `net`, images `(batch, channels, *space)` -> `(batch, classes)` logits, and measures
-    it.
+    """Trains `net`, images `(batch, channels, *space)` -> `(batch, classes)` logits, and measures it.
 
     Args:
         net: the network.
@@ -41,8 +40,8 @@ class ImageTask(ClassificationTask):
 
     def setup(self, stage: str) -> None:
         dims = getattr(self.net, "dims", None)
-        if dims is not None and any(not 0 <= axis < dims for axis in self.mirror):
-            raise DataError(f"model.mirror={self.mirror}: axes are 0 to {dims - 1}")
+        good = dims is None or all(0 <= axis < dims for axis in self.mirror)
+        check("model.mirror", self.mirror, good, f"axes from 0 to {dims and dims - 1}")
         if stage == "predict":
             return  # classes and size come with the checkpoint
         data = self.data()
@@ -56,8 +55,8 @@ class ImageTask(ClassificationTask):
         self.try_network()
 
     def try_network(self) -> None:
-        """Raise DataError if a network of another library cannot take the images, or gives other
-        than a number for each class; for ours `setup` has compared the arguments."""
+        """Raise DataError if a network of another library cannot take the images, or gives other than a number for
+        each class; for ours `setup` has compared the arguments."""
         if isinstance(self.net, Pretrained):
             return
         data, training, precision = self.data(), self.net.training, self.trainer.precision_plugin
@@ -67,8 +66,7 @@ class ImageTask(ClassificationTask):
             with torch.no_grad(), precision.forward_context():
                 output = self.net.eval()(precision.convert_input(image))
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            problem = f"cannot take images of {size} ({one_line(error)})"
-            raise DataError(f"model.net={name}: {problem}") from error
+            raise DataError(f"model.net={name}: cannot take images of {size} ({one_line(error)})") from error
         self.net.train(training)
         shape, expected = tuple(getattr(output, "shape", ())), (1, len(data.classes))
         check(f"model.net={name}", f"output {shape} of an image", shape == expected, f"{expected}")
@@ -125,14 +123,10 @@ class ImageTask(ClassificationTask):
         picture = self.data().picture(number)
         return self.data().from_pixels(picture[None])[0], picture
 
-    def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
-        save_gallery(
-            self.out() / "test_images.png",
-            lambda row: self.data().picture(numbers[row]),
-            probabilities,
-            labels,
-            self.figure_names(self.data().classes),
-        )
+    def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor | None) -> None:
+        data, name = self.data(), "predictions.png" if labels is None else "test_images.png"
+        captions = self.figure_names(data.classes)
+        save_gallery(self.out() / name, lambda row: data.picture(numbers[row]), probabilities, labels, captions)
 
     def on_predict_start(self) -> None:
         self.predicted: dict[int, list[float]] = {}
@@ -144,22 +138,14 @@ class ImageTask(ClassificationTask):
             self.predicted |= dict(zip(numbers.tolist(), answers, strict=True))
 
     def on_predict_end(self) -> None:
-        """Write predictions.csv, a line for each image, its file, class and probabilities, and
-        predictions.png, some of the images, the least certain first."""
+        """Write predictions.csv, a line for each image, its file, class and probabilities, and predictions.png, some
+        of the images, the least certain first."""
         self.gather_lines()
         predicted, data = self.gathered(self.predicted), self.data()
         file = self.out() / "predictions.csv"
         if self.trainer.is_global_zero:
             probs = torch.tensor(list(predicted.values())).reshape(len(predicted), -1)
-            files = [data.sample_name(number) for number in predicted]
-            write_table(file, files, probs, None, data.classes)
+            write_table(file, [data.sample_name(number) for number in predicted], probs, None, data.classes)
             if predicted:
-                numbers = list(predicted)
-                save_gallery(
-                    self.out() / "predictions.png",
-                    lambda row: data.picture(numbers[row]),
-                    probs,
-                    None,
-                    self.figure_names(data.classes),
-                )
+                self.save_samples(list(predicted), probs, None)
         self.summary = f"{len(predicted)} predictions are in {file}"

@@ -16,13 +16,13 @@ class SignalData(LabelledData):
 
     Args:
         root: the folder.
-        spectrum: (window, step) in samples: the network gets window / 2 channels of a short-time
-            spectrum every `step` samples. None: the samples themselves, one channel.
-        batching: "packed" puts the recordings of a batch end to end, "padded" pads them to the
-            longest, with a mask. Batches hold the same recordings either way.
+        spectrum: (window, step) in samples: the network gets window / 2 channels of a short-time spectrum every `step`
+            samples. None: the samples themselves, one channel.
+        batching: "packed" puts the recordings of a batch end to end, "padded" pads them to the longest, with a mask.
+            Batches hold the same recordings either way.
         batch_size: recordings per batch, drawn without regard to their lengths.
-        validation: fraction of the training recordings that chooses the best checkpoint; 0: none,
-            the last checkpoint counts. The test recordings are not used for this.
+        validation: fraction of the training recordings that chooses the best checkpoint; 0: none, the last checkpoint
+            counts. The test recordings are not used for this.
         workers: processes that prepare batches.
     """
 

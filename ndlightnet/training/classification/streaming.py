@@ -35,15 +35,15 @@ class StreamTrainer(L.Trainer):
     ) -> None:
         """Predict from all frames so far, at each frame of a video or a pipe as it arrives.
 
-        The lines, CSV, are: seconds after the first frame, the frame's number from 0, the class
-        and its probability, the probabilities of all classes. The network reads a patch of frames
-        at a time (patch_size[0] of them), so their lines come together.
+        The lines, CSV, are: seconds after the first frame, the frame's number from 0, the class and its probability,
+        the probabilities of all classes. The network reads a patch of frames at a time (patch_size[0] of them), so
+        their lines come together.
 
         Args:
             ckpt_path: checkpoint of a causal network.
             output: file for the lines; default: standard output.
-            fps: frames a second that the network gets; default: all. It was trained at the frame
-                rate of its clips, which is data.frames over the seconds of a training video.
+            fps: frames a second that the network gets; default: all. It was trained at the frame rate of its clips,
+                which is data.frames over the seconds of a training video.
         """
         net, names = self._load(model, ckpt_path)
         if datamodule.input is None:
@@ -90,14 +90,13 @@ class StreamTrainer(L.Trainer):
 
     def _predictions(self, net: Any, video: VideoStream, data: Any) -> Iterator[tuple[list[tuple[int, float]], Tensor]]:
         """Yield the numbers and times of the frames of each patch, and the logits after it."""
-        plugin, stream, waiting = self.precision_plugin, net.stream(), []
-        before = None  # the frame before
+        plugin, stream, waiting, previous = self.precision_plugin, net.stream(), [], None
         try:
             for frame in video:
                 picture = eval_frames(frame.picture[None], data.framing)[None]
                 picture = picture.to(self.strategy.root_device)
-                clip = data.network_input(picture, before)
-                before = picture
+                clip = data.network_input(picture, previous)
+                previous = picture
                 with plugin.forward_context():
                     logits = stream(plugin.convert_input(clip))
                 waiting.append((frame.number, frame.time))
@@ -115,14 +114,10 @@ class StreamTrainer(L.Trainer):
     def _status(self) -> Iterator[Any]:
         """Show frames per second on a terminal; yield a function that adds frames to the count."""
         console = Console(stderr=True)
-        progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal or self.progress_bar_callback is None,
-            redirect_stdout=sys.stdout.isatty(),  # lines on the same terminal go above it
-        )
+        columns = (SpinnerColumn(), TextColumn("{task.description}"))
+        disabled = not console.is_terminal or self.progress_bar_callback is None
+        to_terminal = sys.stdout.isatty()  # lines on the same terminal go above it
+        progress = Progress(*columns, console=console, transient=True, disable=disabled, redirect_stdout=to_terminal)
         job = progress.add_task("waiting for frames", total=None)
 
         def show(frames: int) -> None:

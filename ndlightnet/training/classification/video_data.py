@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,20 +18,11 @@ from ndlightnet.data.fold_assignment import assign_folds, first_of_each, read_gr
 from ndlightnet.data.image.image_transforms import RandAugment, mixing, seeded
 from ndlightnet.data.made.digits import make_moving_digits
 from ndlightnet.data.sampling import mixed, replica
+from ndlightnet.data.video import video_transforms
 from ndlightnet.data.video.clips import ClipDataset, open_for_clips
 from ndlightnet.data.video.video_decoders import TorchCodec, decoders
 from ndlightnet.data.video.video_files import Sample, check_videos, find_videos, read_video_folder
-from ndlightnet.data.video.video_transforms import (
-    CropMode,
-    Framing,
-    denormalized,
-    eval_clips,
-    frame_differences,
-    normalized,
-    plain_clip,
-    train_clip,
-    training,
-)
+from ndlightnet.data.video.video_transforms import CropMode, Framing, eval_clips, plain_clip, train_clip
 from ndlightnet.training.core.data_module import LabelledData, limited
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log, log_rank_zero
@@ -39,21 +31,19 @@ Pixels = Literal["rgb", "differences", "both"]
 
 
 class VideoData(LabelledData):
-    """A folder with `train/<class>/*.mp4` and `test/<class>/*.mp4`. Names of arguments are those of
-    torchvision and timm.
+    """A folder with `train/<class>/*.mp4` and `test/<class>/*.mp4`. Names of arguments are those of torchvision and
+    timm.
 
-    Nothing is decoded before a batch needs it, so that 100,000 videos start within seconds. Random
-    choices are made once per clip, for all of its frames; they follow from the seed and the number
-    of a visit, with any number of workers.
+    Nothing is decoded before a batch needs it, so that 100,000 videos start within seconds. Random choices are made
+    once per clip, for all of its frames; they follow from the seed and the number of a visit, with any number of
+    workers.
 
     Args:
         root: the folder.
-        frames, size: frames per clip and their height and width (pixels). frames=1 is a
-            single-frame model.
-        pixels: what the network gets. rgb: frames, 3 channels; differences: of each frame from the
-            one before, 3 channels; both: 6 channels.
-        crop_mode: center: the sides of wide frames are cut off; squash: whole frames, resized to a
-            square.
+        frames, size: frames per clip and their height and width (pixels). frames=1 is a single-frame model.
+        pixels: what the network gets. rgb: frames, 3 channels; differences: of each frame from the one before, 3
+            channels; both: 6 channels.
+        crop_mode: center: the sides of wide frames are cut off; squash: whole frames, resized to a square.
         batch_size: clips per batch.
         repeats: random clips per video in an epoch.
         clips: clips per video in validation, test and predict, staggered in time.
@@ -67,26 +57,24 @@ class VideoData(LabelledData):
         random_erasing: probability that a rectangle of a training clip becomes grey.
         mixup: alpha of torchvision's MixUp of a training batch; 0: none.
         cutmix: alpha of its CutMix; 0: none. With both, each batch gets one of them at random.
-        augment: training clips are random parts of the videos, changed as the arguments above say;
-            False: the whole videos, for a network that generates them.
+        augment: training clips are random parts of the videos, changed as the arguments above say; False: the whole
+            videos, for a network that generates them.
         balanced: videos of rare classes are visited more often, so that all classes come up alike.
-        validation: fraction of each class of `train` that chooses the best checkpoint; 0: none, the
-            last checkpoint counts. `test` is not used for this. Neighbours in the order of names
-            stay together: they often were one recording.
-        groups: column of a table `clips.csv` in `root`, which has another column `path`: what it
-            names, such as patients, is not split between training and validation, or folds.
-        train_limit: train on so many of the videos that are left for it, evenly spaced; default:
-            all.
-        folds: `train` is split into so many parts. fold: the part, from 0, that chooses the best
-            checkpoint and is not trained on; default: no cross-validation.
+        validation: fraction of each class of `train` that chooses the best checkpoint; 0: none, the last checkpoint
+            counts. `test` is not used for this. Neighbours in the order of names stay together: they often were one
+            recording.
+        groups: column of a table `clips.csv` in `root`, which has another column `path`: what it names, such as
+            patients, is not split between training and validation, or folds.
+        train_limit: train on so many of the videos that are left for it, evenly spaced; default: all.
+        folds: `train` is split into so many parts. fold: the part, from 0, that chooses the best checkpoint and is not
+            trained on; default: no cross-validation.
         test_on: the videos of `test`, or of the part that is not trained on.
-        cache_gb: decoded videos are held up to this size (GB), for all processes together, in the
-            folder for temporary files; others are decoded again and again.
+        cache_gb: decoded videos are held up to this size (GB), for all processes together, in the folder for temporary
+            files; others are decoded again and again.
         workers: processes that prepare batches.
-        nvdec: the GPU decodes, by torchcodec, H.264, VP8 and VP9 as it can. Workers are spawned,
-            then, each with a CUDA context; colours differ by a few levels from those of a CPU.
-        input: for predict: a video or a folder of them; for stream: a video, a named pipe, or -
-            for standard input.
+        nvdec: the GPU decodes, by torchcodec, H.264, VP8 and VP9 as it can. Workers are spawned, then, each with a CUDA
+            context; colours differ by a few levels from those of a CPU.
+        input: for predict: a video or a folder of them; for stream: a video, a named pipe, or - for standard input.
     """
 
     def __init__(
@@ -130,35 +118,24 @@ class VideoData(LabelledData):
         check("data.crops", crops, crops == 1 or crop_mode == "center", "1 with crop_mode=squash")
         for name, value in (("grayscale", grayscale), ("random_erasing", random_erasing), ("validation", validation)):
             check(f"data.{name}", value, 0 <= value <= 1, "a fraction from 0 to 1")
-        for name, value in (("mixup", mixup), ("cutmix", cutmix), ("color_jitter", color_jitter)):
+        amounts = {"mixup": mixup, "cutmix": cutmix, "color_jitter": color_jitter, "rotation": rotation}
+        for name, value in {**amounts, "cache_gb": cache_gb}.items():
             check(f"data.{name}", value, value >= 0, "0 or more")
-        for name, value in (("rotation", rotation), ("cache_gb", cache_gb)):
-            check(f"data.{name}", value, value >= 0, "0 or more")
-        good = 0 < scale[0] <= scale[1] <= 1
-        check("data.scale", scale, good, "two fractions above 0, the smaller one first")
+        check("data.scale", scale, 0 < scale[0] <= scale[1] <= 1, "two fractions above 0, the smaller one first")
         check("data.folds", folds, folds >= 2, "2 or more")
         check("data.fold", fold, fold is None or 0 <= fold < folds, f"0 to {folds - 1}")
-        good = test_on == "test" or fold is not None
-        check("data.test_on", test_on, good, "test without data.fold")
+        check("data.test_on", test_on, test_on == "test" or fold is not None, "test without data.fold")
         self.frames, self.size, self.pixels = frames, size, pixels
         self.framing, self.repeats = Framing(size, crop_mode), repeats
         self.clips, self.crops, self.hflip, self.augment = clips, crops, hflip, augment
         self.mixup, self.cutmix, self.balanced = mixup, cutmix, balanced
-        self.space = (frames, size, size)
-        self.validation, self.groups, self.folds = validation, groups, folds
-        self.train_limit = train_limit
-        self.fold, self.test_on = fold, test_on
+        self.space, self.groups = (frames, size, size), groups
+        self.validation, self.train_limit = validation, train_limit
+        self.folds, self.fold, self.test_on = folds, fold, test_on
         self.cache, self.nvdec, self.spawned = round(cache_gb * 1e9), nvdec, nvdec
-        self.transform = training(
-            size,
-            scale=scale,
-            hflip=hflip,
-            rotation=rotation,
-            randaugment=randaugment,
-            color_jitter=color_jitter,
-            grayscale=grayscale,
-            random_erasing=random_erasing,
-        )
+        shape: dict[str, Any] = {"scale": scale, "hflip": hflip, "rotation": rotation, "random_erasing": random_erasing}
+        colours: dict[str, Any] = {"randaugment": randaugment, "color_jitter": color_jitter, "grayscale": grayscale}
+        self.transform = video_transforms.training(size, **shape, **colours)
 
     @property
     def channels(self) -> int:
@@ -175,17 +152,17 @@ class VideoData(LabelledData):
         return f"cuda:{torch.cuda.current_device()}"
 
     def to_pixels(self, x: Tensor) -> Tensor:
-        return denormalized(x)
+        return video_transforms.denormalized(x)
 
     def from_pixels(self, pixels: Tensor) -> Tensor:
-        return normalized(pixels)
+        return video_transforms.normalized(pixels)
 
     def network_input(self, clips: Tensor, before: Tensor | None = None) -> Tensor:
-        """Return what a network gets of normalised clips (..., 3, frames, height, width), as
-        `pixels` says. before: the frame before the first one, if it is known."""
+        """Return what a network gets of normalised clips (..., 3, frames, height, width), as `pixels` says. before:
+        the frame before the first one, if it is known."""
         if self.pixels == "rgb":
             return clips
-        changes = frame_differences(clips, before)
+        changes = video_transforms.frame_differences(clips, before)
         return changes if self.pixels == "differences" else torch.cat([clips, changes], -4)
 
     def setup(self, stage: str) -> None:
@@ -215,35 +192,28 @@ class VideoData(LabelledData):
         if self.groups is not None and (self.fold is not None or self.validation):
             groups = read_groups(self.root, self.groups, [sample.path for sample in samples])
         if self.fold is not None:
-            out = [fold == self.fold for fold in assign_folds(labels, self.folds, groups)]
+            is_held = [fold == self.fold for fold in assign_folds(labels, self.folds, groups)]
         else:
-            out = first_of_each(labels, self.validation, groups)
-        train = [sample for sample, is_out in zip(samples, out, strict=True) if not is_out]
-        held = [sample for sample, is_out in zip(samples, out, strict=True) if is_out]
+            is_held = first_of_each(labels, self.validation, groups)
+        held = list(compress(samples, is_held))
+        train = [sample for sample, held_back in zip(samples, is_held, strict=True) if not held_back]
         fitted = [sample.label for sample in train]
         if {*fitted} != {*labels}:
-            raise DataError(
-                f"{self.root}: {len(held)} of {len(samples)} videos are held back, no video of a "
-                "class is left to train with"
-            )
+            counts = f"{len(held)} of {len(samples)} videos are held back"
+            raise DataError(f"{self.root}: {counts}, no video of a class is left to train with")
         return [train[number] for number in limited(self, fitted)], held
 
     def _training(self, samples: Sequence[Sample]) -> ClipDataset:
         draw: Any = partial(train_clip, frames=self.frames, transform=self.transform)
         if not self.augment:
             draw = partial(plain_clip, frames=self.frames, framing=self.framing, hflip=self.hflip)
-        return ClipDataset(samples, self.frames, self.framing, draw=draw, cache=self.cache, device=self.decoding)
+        return self._dataset(samples, draw=draw)
 
     def _evaluated(self, samples: Sequence[Sample]) -> ClipDataset:
-        return ClipDataset(
-            samples,
-            self.frames,
-            self.framing,
-            clips=self.clips,
-            crops=self.crops,
-            cache=self.cache,
-            device=self.decoding,
-        )
+        return self._dataset(samples, clips=self.clips, crops=self.crops)
+
+    def _dataset(self, samples: Sequence[Sample], **options: Any) -> ClipDataset:
+        return ClipDataset(samples, self.frames, self.framing, cache=self.cache, device=self.decoding, **options)
 
     def sample_name(self, number: int) -> str:
         return str(self.test_set.samples[number].path)
@@ -255,8 +225,8 @@ class VideoData(LabelledData):
         return DataLoader(OpenedVideos(paths, self), batch_size=None)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return (clips, labels, numbers). Training clips are mixed, when labels are (batch,
-        classes) floats; videos that could not be read are named."""
+        """Return (clips, labels, numbers). Training clips are mixed, when labels are (batch, classes) floats; videos
+        that could not be read are named."""
         if isinstance(batch, dict):
             return batch
         clips, labels, numbers, problems = batch
@@ -278,8 +248,7 @@ def evenly(samples: Sequence[Sample]) -> list[Sample]:
 
 
 class MovingDigits(VideoData):
-    """Clips of moving digits, encoded under `root` if they do not exist yet, then read like any
-    folder.
+    """Clips of moving digits, encoded under `root` if they do not exist yet, then read like any folder.
 
     videos: number of training and of test clips.
     """
@@ -289,10 +258,9 @@ class MovingDigits(VideoData):
         self.videos = videos
 
     def prepare_data(self) -> None:
-        if self.trainer is not None and self.trainer.predicting:
-            return
-        # encoded at the size of real clips, resized for the network
-        make_moving_digits(self.root, *self.videos, size=96)
+        if self.trainer is None or not self.trainer.predicting:
+            # encoded at the size of real clips, resized for the network
+            make_moving_digits(self.root, *self.videos, size=96)
 
 
 class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
@@ -310,10 +278,7 @@ class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
             with fitting(path):
                 video = open_for_clips(path, data.frames, data.framing, self.device)
                 log(video.notes)
-                return {
-                    "path": str(path),
-                    "number": index + 1,
-                    "clips": eval_clips(video, data.frames, data.framing, data.clips, data.crops),
-                }
+                clips = eval_clips(video, data.frames, data.framing, data.clips, data.crops)
+                return {"path": str(path), "number": index + 1, "clips": clips}
         except DataError as error:
             return {"path": str(path), "error": str(error)}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ndlightnet.data.errors import DataError, file_name, printable
 from ndlightnet.data.video.video_transforms import to_pixels
 from ndlightnet.inference import predict_clips, predict_clips_early
-from ndlightnet.training.classification.answer_figures import save_strips
+from ndlightnet.training.classification.answer_figures import answer_captions, save_strips
 from ndlightnet.training.classification.classification_task import ClassificationTask
 from ndlightnet.training.classification.streaming import StreamTrainer
 from ndlightnet.training.core.costs import training_costs
@@ -25,10 +25,9 @@ class VideoTask(ClassificationTask):
 
     Args:
         net: the network.
-        causal: the network's argument of this name; default: as the network has it. True: causal
-            along time, as `stream` needs it.
-        mirror: in validation, test and predict probabilities are means over each clip and its
-            mirror image.
+        causal: the network's argument of this name; default: as the network has it. True: causal along time, as
+            `stream` needs it.
+        mirror: in validation, test and predict probabilities are means over each clip and its mirror image.
         others: as in ClassificationTask.
     """
 
@@ -37,17 +36,8 @@ class VideoTask(ClassificationTask):
     has_frames = True
     trainer_class = StreamTrainer
 
-    def __init__(
-        self,
-        net: nn.Module,
-        lr: float = 1e-3,
-        weight_decay: float = 0.05,
-        label_smoothing: float = 0.1,
-        causal: bool | None = None,
-        mirror: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(net, lr, weight_decay, label_smoothing, **kwargs)
+    def __init__(self, net: nn.Module, *, causal: bool | None = None, mirror: bool = False, **kwargs: Any) -> None:
+        super().__init__(net, **kwargs)
         self.causal: bool = getattr(net, "causal", False)
         self.mirror = mirror
         if causal not in (None, self.causal):  # the command line has built it accordingly
@@ -69,11 +59,10 @@ class VideoTask(ClassificationTask):
 
     def probabilities(self, *inputs: Any) -> Tensor:
         (clips,) = inputs
-        return predict_clips(self.net, self._seen(clips))
+        return predict_clips(self.net, self._test_inputs(clips))
 
-    def _seen(self, clips: Tensor) -> Tensor:
-        """Return what the network gets of the clips (batch, clips, ...) of a test, and of their
-        mirror images."""
+    def _test_inputs(self, clips: Tensor) -> Tensor:
+        """Return what the network gets of the clips (batch, clips, ...) of a test, and of their mirror images."""
         clips = torch.cat([clips, clips.flip(-1)], 1) if self.mirror else clips
         inputs: Tensor = self.data().network_input(clips)
         return inputs
@@ -86,23 +75,22 @@ class VideoTask(ClassificationTask):
     def test_step(self, batch: tuple[Any, ...], _: int) -> None:
         clips, labels, numbers = batch
         if self.causal:
-            early = predict_clips_early(self.net, self._seen(clips))
+            early = predict_clips_early(self.net, self._test_inputs(clips))
             probabilities = early[:, -1]
             self.early |= dict(zip(numbers.tolist(), early.cpu(), strict=True))
         else:
             probabilities = self.probabilities(clips)
         self.keep(probabilities, labels, numbers)
         names, samples = self.figure_names(self.data().classes), self.data().test_set.samples
+        answers = answer_captions(probabilities, labels, names)
         # evenly spaced videos, so that the strips show all classes
         every = max(1, len(samples) // STRIPS)
         for row, number in enumerate(numbers.tolist()):
             if number % every or number // every >= STRIPS:
                 continue
-            guess, truth = int(probabilities[row].argmax()), int(labels[row])
-            caption = f"{printable(samples[number].path.name)}: {names[guess]} ({probabilities[row, guess]:.2f})"
-            if guess != truth:
-                caption += f", truth: {names[truth]}"
-            self.strips[number] = (caption, guess == truth, to_pixels(clips[row, 0].cpu()))
+            caption, right = answers[row]
+            caption = f"{printable(samples[number].path.name)}: {caption}"
+            self.strips[number] = (caption, right, to_pixels(clips[row, 0].cpu()))
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
         self.strips, early = self.gathered(self.strips), self.gathered(self.early)

@@ -13,18 +13,19 @@ from ndlightnet.data.volume.class_folders import largest_extent, list_classes, r
 from ndlightnet.data.volume.datasets import find_inputs
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.training.classification.image_data import ImageData
+from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log_rank_zero
 
 
 class VolumeFolders(ImageData):
-    """`train/CLASS/*`, `test/CLASS/*` and perhaps `val/CLASS/*` under `root`: NIfTI,
-    Analyze, NRRD and MetaImage files and DICOM series. All are held in memory, as bytes.
+    """`train/CLASS/*`, `test/CLASS/*` and perhaps `val/CLASS/*` under `root`: NIfTI, Analyze, NRRD and MetaImage files
+    and DICOM series. All are held in memory, as bytes.
 
     Args:
         root: the folder. The classes have the names of their folders.
         size: cells along x, y and z of the network's input.
-        spacing: mm per cell along x, y and z; larger volumes are cropped, smaller ones padded
-            evenly. Default: no training volume is cropped; they are read once more for this.
+        spacing: mm per cell along x, y and z; larger volumes are cropped, smaller ones padded evenly. Default: no
+            training volume is cropped; they are read once more for this.
         input: for predict: a file, or a folder of files and of DICOM series at any depth.
         modality: of these series, take those of this modality only (CT, MR, PT, ...).
         others: as in ImageData.
@@ -45,10 +46,9 @@ class VolumeFolders(ImageData):
 
     def setup(self, stage: str) -> None:
         size, spacing = self.size, self.spacing
-        if len(size) != 3 or min(size) < 1:
-            raise DataError(f"data.size={size}: expected three numbers of cells above 0")
-        if spacing is not None and (len(spacing) != 3 or not min(spacing) > 0):
-            raise DataError(f"data.spacing={spacing}: expected three numbers of mm above 0")
+        check("data.size", size, len(size) == 3 and min(size) > 0, "three numbers of cells above 0")
+        good = spacing is None or (len(spacing) == 3 and min(spacing) > 0)
+        check("data.spacing", spacing, good, "three numbers of mm above 0")
         if stage != "predict":  # predict: all comes with the checkpoint
             super().setup(stage)
 
@@ -69,11 +69,9 @@ class VolumeFolders(ImageData):
 
     def predict_dataloader(self) -> Any:
         notes: list[str] = []
-        trained = bool(self.std) and self.spacing is not None
-        path = self.check_input("a file or a folder to predict", trained)
+        path = self.check_input("a file or a folder to predict", bool(self.std and self.spacing))
         cases = find_inputs(path, notes=notes, modality=self.modality)
         log_rank_zero(notes)
-        assert self.spacing is not None
         task: Any = self.trainer and self.trainer.lightning_module
         images, self.files = [], []
         for case in cases:
@@ -82,8 +80,7 @@ class VolumeFolders(ImageData):
                 self.files.append(_source(case))
         if not images:
             return []
-        labels = torch.zeros(len(images), dtype=torch.int64)
-        self.test_set = ImageSet(torch.stack(images), labels)
+        self.test_set = ImageSet(torch.stack(images), torch.zeros(len(images), dtype=torch.int64))
         return self.still_loader(self.test_set)
 
     def sample_name(self, number: int) -> str:
@@ -91,17 +88,11 @@ class VolumeFolders(ImageData):
 
     def names(self) -> dict[str, list[Any]]:
         """Return what a checkpoint holds, so that `predict` does not need the training data."""
-        if not self.classes:
-            return {"classes": [], "size": [], "spacing": [], "scale": []}
-        return {
-            "classes": list(self.classes),
-            "size": list(self.size),
-            "spacing": list(self.spacing or ()),
-            "scale": [self.mean, self.std],
-        }
+        values = (self.classes, self.size, self.spacing or (), (self.mean, self.std)) if self.classes else ((),) * 4
+        return {name: list(value) for name, value in zip(("classes", "size", "spacing", "scale"), values, strict=True)}
 
     def set_names(self, names: dict[str, list[Any]]) -> None:
-        self.classes, self.size, self.spacing = (tuple(names["classes"]), names["size"], names["spacing"])
+        self.classes, self.size, self.spacing = tuple(names["classes"]), names["size"], names["spacing"]
         self.mean, self.std = names["scale"]
 
 

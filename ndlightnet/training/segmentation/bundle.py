@@ -1,5 +1,5 @@
-"""The command `bundle`: a trained segmentation network as a MONAI bundle, a folder that
-`python -m monai.bundle` runs."""
+"""The command `bundle`: a trained segmentation network as a MONAI bundle, a folder that `python -m monai.bundle`
+runs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from ndlightnet.data.errors import DataError, one_line, writable
 from ndlightnet.training.core.checkpoints import check_checkpoint
 from ndlightnet.training.core.cli import TaskCLI
+from ndlightnet.training.core.options import check
 from ndlightnet.training.segmentation.bundle_files import inference_of, metadata_of, readme_of
 from ndlightnet.training.segmentation.segmentation_task import SegmentationTask
 from ndlightnet.training.segmentation.volume_data import VolumeData
@@ -36,18 +37,15 @@ class BundleCLI(TaskCLI):
 
 
 def bundle(arguments: list[str]) -> None:
-    """Write a bundle. arguments: `--ckpt_path best.ckpt --out bundles/NAME`, the training's config
-    and what overrides it. The folder `out`, new or empty before, appears complete or not at all.
+    """Write a bundle. arguments: `--ckpt_path best.ckpt --out bundles/NAME`, the training's config and what overrides
+    it. The folder `out`, new or empty before, appears complete or not at all.
 
-    Raises DataError for a checkpoint of another network, for a network that MONAI cannot build from
-    the config, and where `out` holds something or cannot be written.
+    Raises DataError for a checkpoint of another network, for a network that MONAI cannot build from the config, and
+    where `out` holds something or cannot be written.
     """
     cli = BundleCLI(SegmentationTask, VolumeData, args=arguments, run=False)
-    if len(cli.datamodule.patch) != 3:
-        raise DataError(
-            f"data.patch: {cli.datamodule.patch}, expected 3 sizes: bundles are made of networks "
-            "of volumes, not of pictures or series over time"
-        )
+    patch, expected = cli.datamodule.patch, "3 sizes: bundles are of volumes, not of pictures or series over time"
+    check("data.patch", patch, len(patch) == 3, expected)
     out = Path(cli.config.out)
     definition, weights = _network(cli, [cli.config.ckpt_path, *cli.model.ensemble])
     inference = inference_of(definition, cli.model, cli.datamodule, str(cli.trainer.precision))
@@ -66,8 +64,8 @@ def bundle(arguments: list[str]) -> None:
 
 
 def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return MONAI's definition of the network, or of the ensemble of several checkpoints, and its
-    weights. The names in the first checkpoint become the data's."""
+    """Return MONAI's definition of the network, or of the ensemble of several checkpoints, and its weights. The
+    names in the first checkpoint become the data's."""
     task, data, saved = cli.model, cli.datamodule, []
     for path in paths:
         check_checkpoint(path, task, data)
@@ -77,12 +75,9 @@ def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, 
         raise DataError(f"{paths[0]}: names no labels, expected a checkpoint that `fit` has left")
     data.set_names(names)
     for name, expected in (("in_channels", data.in_channels), ("out_channels", len(data.labels))):
-        if getattr(task.net, name, expected) != expected:
-            value_of_net = f"{name}={getattr(task.net, name)}"
-            raise DataError(f"model.net: {value_of_net}, expected {expected} for the data of {paths[0]}")
-    states = [
-        {name[4:]: value for name, value in one["state_dict"].items() if name.startswith("net.")} for one in saved
-    ]
+        value = getattr(task.net, name, expected)
+        check("model.net", f"{name}={value}", value == expected, f"{expected} for the data of {paths[0]}")
+    states = [{k[4:]: x for k, x in one["state_dict"].items() if k.startswith("net.")} for one in saved]
     # as `fit` saves it: a class that is a default by its name
     net_config = yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))["model"]["net"]
     weights = states[0]
@@ -91,10 +86,9 @@ def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, 
     try:  # so that it fails here, not where it is used
         definition = _target(net_config)
         if len(states) > 1:
-            nets = [definition] * len(states)
-            definition = {"_target_": "ndlightnet.inference.Ensemble", "nets": nets}
-        read = ConfigParser({"net": json.loads(json.dumps(definition))})
-        read.get_parsed_content("net").load_state_dict(weights)
+            definition = {"_target_": "ndlightnet.inference.Ensemble", "nets": [definition] * len(states)}
+        parser = ConfigParser({"net": json.loads(json.dumps(definition))})
+        parser.get_parsed_content("net").load_state_dict(weights)
     except Exception as error:  # classes may raise anything
         why = one_line(error.__cause__ or error)  # MONAI's own error only lists the arguments
         wrong = f"{net_config['class_path']} cannot be built from a MONAI config ({why})"
@@ -103,8 +97,8 @@ def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, 
 
 
 def _target(value: Any, called: bool = False) -> Any:
-    """Convert jsonargparse's class_path and init_args, and dotted names of classes and functions,
-    to MONAI's `_target_`. called: the receiver calls it with more arguments to get the object."""
+    """Convert jsonargparse's class_path and init_args, and dotted names of classes and functions, to MONAI's
+    `_target_`. called: the receiver calls it with more arguments to get the object."""
     if isinstance(value, list | tuple):
         return [_target(one, called) for one in value]
     if called and isinstance(value, str) and "." in value:

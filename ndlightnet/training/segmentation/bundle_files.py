@@ -1,6 +1,5 @@
-"""The files of a MONAI bundle. The network and the scaling of channels are ndlightnet's; all else
-are MONAI's transforms, inferer and evaluator, so that users of MONAI can read, change and serve the
-bundle."""
+"""The files of a MONAI bundle. The network and the scaling of channels are ndlightnet's; all else are MONAI's
+transforms, inferer and evaluator, so that users of MONAI can read, change and serve the bundle."""
 
 from __future__ import annotations
 
@@ -53,66 +52,40 @@ Before you share this, fill in authors and copyright in `configs/metadata.json`,
 def inference_of(network: dict[str, Any], task: SegmentationTask, data: VolumeData, precision: str) -> dict[str, Any]:
     """Return configs/inference.json: what `predict` does, as a MONAI config."""
     prepare, classes = data._prepare(), len(data.labels)
-    intensity = "ndlightnet.data.volume.transforms.Intensity"
     dtype = "uint8" if classes <= 256 else "int16"
-    before: list[dict[str, Any]] = [
-        {"_target_": "LoadImaged", "keys": "image"},
-        {"_target_": "EnsureChannelFirstd", "keys": "image"},
-        {"_target_": "Orientationd", "keys": "image", "axcodes": "RAS", "labels": None},
+    scales = [_target("ndlightnet.data.volume.transforms.Intensity", **asdict(one)) for one in prepare.intensities]
+    channels = {"keys": "image", "intensities": scales, "channels": prepare.channels}
+    before = [
+        _target("LoadImaged", keys="image"),
+        _target("EnsureChannelFirstd", keys="image"),
+        _target("Orientationd", keys="image", axcodes="RAS", labels=None),
+        _target("ndlightnet.data.volume.transforms.ScaleChannelsd", **channels),
     ]
     if prepare.spacing is not None:
-        before.append({"_target_": "Spacingd", "keys": "image", "pixdim": list(prepare.spacing)})
-    before.append(
-        {
-            "_target_": "ndlightnet.data.volume.transforms.ScaleChannelsd",
-            "keys": "image",
-            "intensities": [{"_target_": intensity, **asdict(one)} for one in prepare.intensities],
-            "channels": prepare.channels,
-        }
-    )
-    after: list[dict[str, Any]] = [
-        {
-            "_target_": "Invertd",
-            "keys": "pred",
-            "transform": "@preprocessing",
-            "orig_keys": "image",
-            "nearest_interp": False,
-        },
-        {"_target_": "AsDiscreted", "keys": "pred", "argmax": True, "dtype": f"$torch.{dtype}"},
+        before.insert(3, _target("Spacingd", keys="image", pixdim=list(prepare.spacing)))
+    inverse = {"keys": "pred", "transform": "@preprocessing", "orig_keys": "image", "nearest_interp": False}
+    names = {"output_dir": "@output_dir", "output_ext": ".nii.gz", "output_postfix": "seg", "separate_folder": False}
+    after = [
+        _target("Invertd", **inverse),
+        _target("AsDiscreted", keys="pred", argmax=True, dtype=f"$torch.{dtype}"),
+        _target("SaveImaged", keys="pred", **names, output_dtype=f"$numpy.{dtype}", resample=False),
     ]
     if task.largest:  # copied into the tensor it was made of, which has the affine
         largest = "$lambda labels: labels.copy_(keep_largest(labels))"
-        after.append({"_target_": "Lambdad", "keys": "pred", "func": largest})
-    after.append(
-        {
-            "_target_": "SaveImaged",
-            "keys": "pred",
-            "output_dir": "@output_dir",
-            "output_ext": ".nii.gz",
-            "output_dtype": f"$numpy.{dtype}",
-            "output_postfix": "seg",
-            "separate_folder": False,
-            "resample": False,
-        }
-    )
-    inferer: dict[str, Any] = {"_target_": "SimpleInferer"}
+        after.insert(2, _target("Lambdad", keys="pred", func=largest))
+    inferer = _target("SimpleInferer")
     if task.window is not None:
-        inferer = {
-            "_target_": "SlidingWindowInferer",
-            "roi_size": task.window,
-            "sw_batch_size": 1,
-            "overlap": task.overlap,
-            "mode": "gaussian",
-            "cpu_thresh": STITCHED // (4 * classes),
-        }
+        windows = {"roi_size": task.window, "sw_batch_size": 1, "overlap": task.overlap, "mode": "gaussian"}
+        inferer = _target("SlidingWindowInferer", **windows, cpu_thresh=STITCHED // (4 * classes))
     network_entries: dict[str, Any] = {"network": "$@network_def.to(@device)"}
     if task.mirror_axes:
-        mirrored = "ndlightnet.inference.Mirrored"
-        network_entries = {
-            "mirrored": {"_target_": mirrored, "net": "@network_def", "axes": task.mirror_axes},
-            "network": "$@mirrored.to(@device)",
-        }
+        mirrored = _target("ndlightnet.inference.Mirrored", net="@network_def", axes=task.mirror_axes)
+        network_entries = {"mirrored": mirrored, "network": "$@mirrored.to(@device)"}
+    weights = {"load_path": "$@bundle_root + '/models/model.pt'", "load_dict": {"model": "@network_def"}}
+    references = ("device", "network", "inferer", "postprocessing")
+    evaluator = {**{name: f"@{name}" for name in references}, "val_data_loader": "@dataloader"}
     mixed = {"amp_kwargs": {"dtype": MIXED[precision]}} if precision in MIXED else {}
+    files = f"find_inputs(@dataset_dir, {len(data.modalities)})"
     return {
         "imports": [
             "$from ndlightnet.data.volume.datasets import find_inputs",
@@ -122,40 +95,23 @@ def inference_of(network: dict[str, Any], task: SegmentationTask, data: VolumeDa
         "dataset_dir": "$@bundle_root + '/scans'",
         "output_dir": "$@bundle_root + '/eval'",
         "device": "$torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')",
-        "datalist": "$[[str(file) for file in case.images] for case in "
-        f"find_inputs(@dataset_dir, {len(data.modalities)})]",
+        "datalist": f"$[[str(file) for file in case.images] for case in {files}]",
         "network_def": network,
         **network_entries,
-        "preprocessing": {"_target_": "Compose", "transforms": before},
-        "dataset": {
-            "_target_": "Dataset",
-            "data": "$[{'image': files} for files in @datalist]",
-            "transform": "@preprocessing",
-        },
-        "dataloader": {"_target_": "DataLoader", "dataset": "@dataset", "batch_size": 1},
+        "preprocessing": _target("Compose", transforms=before),
+        "dataset": _target("Dataset", data="$[{'image': files} for files in @datalist]", transform="@preprocessing"),
+        "dataloader": _target("DataLoader", dataset="@dataset", batch_size=1),
         "inferer": inferer,
-        "postprocessing": {"_target_": "Compose", "transforms": after},
-        "handlers": [
-            {
-                "_target_": "CheckpointLoader",
-                "load_path": "$@bundle_root + '/models/model.pt'",
-                "load_dict": {"model": "@network_def"},
-                "map_location": "@device",
-            }
-        ],
-        "evaluator": {
-            "_target_": "SupervisedEvaluator",
-            "device": "@device",
-            "network": "@network",
-            "val_data_loader": "@dataloader",
-            "inferer": "@inferer",
-            "val_handlers": "@handlers",
-            "postprocessing": "@postprocessing",
-            "amp": bool(mixed),
-            **mixed,
-        },
+        "postprocessing": _target("Compose", transforms=after),
+        "handlers": [_target("CheckpointLoader", **weights, map_location="@device")],
+        "evaluator": _target("SupervisedEvaluator", **evaluator, val_handlers="@handlers", amp=bool(mixed), **mixed),
         "run": ["$@evaluator.run()"],
     }
+
+
+def _target(name: str, **arguments: Any) -> dict[str, Any]:
+    """Return MONAI's config of an object of a class."""
+    return {"_target_": name, **arguments}
 
 
 def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str, Any]:
@@ -167,13 +123,24 @@ def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str
         one = prepare.intensities[number]
         if one.low is not None and one.high is not None and one.mean is not None:
             ends += [(end - one.mean) / (one.deviation or 1.0) for end in (one.low, one.high)]
-    known = len(ends) == 2 * len(channels)
-    shared: dict[str, Any] = {
-        "type": "image",
-        "spatial_shape": task.window or ["*", "*", "*"],
-        "dtype": "float32",
-        "is_patch_data": task.window is not None,
-    }
+    value_range = [min(ends), max(ends)] if len(ends) == 2 * len(channels) else []
+
+    def tensor(kind: str, names: Sequence[str], value_range: list[float], **more: Any) -> dict[str, Any]:
+        shape: Any = {"spatial_shape": task.window or ["*", "*", "*"], "is_patch_data": task.window is not None}
+        numbered = {"num_channels": len(names), "channel_def": {str(n): one for n, one in enumerate(names)}}
+        return {
+            "type": "image",
+            "format": kind,
+            "dtype": "float32",
+            "value_range": value_range,
+            **shape,
+            **numbered,
+            **more,
+        }
+
+    kind = "hounsfield" if set(channels) == {"CT"} else "magnitude"
+    image = tensor(kind, channels, value_range, modality=", ".join(channels))
+    inputs, outputs = ", ".join(channels), ", ".join(labels[1:])
     return {
         "schema": SCHEMA,
         "version": "0.1.0",
@@ -187,40 +154,18 @@ def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str
             "pytorch-ignite": IgniteInfo.OPT_IMPORT_VERSION.value,
         },
         "name": inert(name),
-        "task": f"Segmentation of {', '.join(labels[1:])} in {', '.join(channels)}",
-        "description": f"{type(task.net).__name__} from {', '.join(channels)} volumes to labels of "
-        f"{', '.join(labels[1:])}.",
+        "task": f"Segmentation of {outputs} in {inputs}",
+        "description": f"{type(task.net).__name__} from {inputs} volumes to labels of {outputs}.",
         "authors": "not named yet",
         "copyright": "not named yet",
         "intended_use": "For research, not for diagnosis.",
-        "network_data_format": {
-            "inputs": {
-                "image": {
-                    **shared,
-                    "format": "hounsfield" if set(channels) == {"CT"} else "magnitude",
-                    "modality": ", ".join(channels),
-                    "num_channels": len(channels),
-                    "value_range": [min(ends), max(ends)] if known else [],
-                    "channel_def": {str(n): channel for n, channel in enumerate(channels)},
-                }
-            },
-            "outputs": {
-                "pred": {
-                    **shared,
-                    "format": "labels",
-                    "num_channels": len(labels),
-                    "value_range": [],
-                    "channel_def": {str(n): label for n, label in enumerate(labels)},
-                }
-            },
-        },
+        "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": tensor("labels", labels, [])}},
     }
 
 
 def inert(name: str) -> str:
-    """Return a name from the data as text that MONAI does not interpret: it evaluates what begins
-    with $, and follows references, also to files, that begin with @ and %. Full-width characters
-    replace these."""
+    """Return a name from the data as text that MONAI does not interpret: it evaluates what begins with $, and
+    follows references, also to files, that begin with @ and %. Full-width characters replace these."""
     return printable(name).translate(str.maketrans("$@%", "\uff04\uff20\uff05"))
 
 

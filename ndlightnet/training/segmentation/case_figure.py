@@ -1,5 +1,5 @@
-"""A picture of a case: its three planes, or three frames of a series over time, with the image, the
-truth, the prediction, the errors."""
+"""A picture of a case: its three planes, or three frames of a series over time, with the image, the truth, the
+prediction, the errors."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def color_of(number: int) -> NDArray[np.float64]:
 
 
 def best_slices(labels: NDArray[Any], classes: int) -> list[int]:
-    """Return, for each axis, the index of the plane that shows the labels best; without labels the
-    middle. A class counts by its area relative to its largest one, so that small classes count.
+    """Return, for each axis, the index of the plane that shows the labels best; without labels the middle. A class
+    counts by its area relative to its largest one, so that small classes count.
     """
     fractions = [np.zeros(length) for length in labels.shape]
     for number, box in enumerate(boxes(labels, classes), 1):
@@ -50,8 +50,8 @@ def best_slices(labels: NDArray[Any], classes: int) -> list[int]:
 
 
 def cut(volume: NDArray[Any], axis: int, index: int) -> NDArray[Any]:
-    """Return a plane of a volume (x, y, z) in RAS order, as radiologists view it: axial from the
-    feet with the front up, coronal from the front and sagittal from the left with the head up."""
+    """Return a plane of a volume (x, y, z) in RAS order, as radiologists view it: axial from the feet with the front
+    up, coronal from the front and sagittal from the left with the head up."""
     plane: NDArray[Any] = np.take(volume, index, axis)[::-1, ::-1].T
     return plane
 
@@ -73,44 +73,42 @@ def save_case(
     time_step: float | None = None,
     picture: bool = False,
 ) -> None:
-    """Write a PNG: a row for each plane (axial, coronal, sagittal), with the image, the truth, the
-    prediction and their errors; without truth the image and the prediction. Of a series over time
-    the rows are the axial plane in its first, middle and last frame.
+    """Write a PNG: a row for each plane (axial, coronal, sagittal), with the image, the truth, the prediction and their
+    errors; without truth the image and the prediction. Of a series over time the rows are the axial plane in its first,
+    middle and last frame.
 
-    image: (x, y, z) or (frames, x, y, z) in RAS order, of any values; truth, prediction: integers
-    of its shape. spacing: edges of a voxel (mm). names: of the classes, names[0] the background's.
-    time_step: seconds between frames. picture: no plane of a body is named. The planes are those
-    that show the truth best, or the prediction if there is none; a plane one voxel wide is left
-    out. Raises ValueError for shapes that differ, DataError if the file cannot be written.
+    image: (x, y, z) or (frames, x, y, z) in RAS order, of any values; truth, prediction: integers of its shape.
+    spacing: edges of a voxel (mm). names: of the classes, names[0] the background's. time_step: seconds between frames.
+    picture: no plane of a body is named. The planes are those that show the truth best, or the prediction if there is
+    none; a plane one voxel wide is left out. Raises ValueError for shapes that differ, DataError if the file cannot be
+    written.
     """
-    for name, labels in (("truth", truth), ("prediction", prediction)):
-        if labels is not None and labels.shape != image.shape:
-            raise ValueError(f"{name}: expected the image's shape {tuple(image.shape)}, got {tuple(labels.shape)}")
-    voxels, predicted = image.cpu().numpy(), prediction.cpu().numpy()
-    true = None if truth is None else truth.cpu().numpy()
-    slices = best_slices(predicted if true is None or not true.any() else true, len(names))[-3:]
-    space, frames = voxels.shape[-3:], len(voxels) if voxels.ndim == 4 else 0
+    volumes: dict[str, NDArray[Any]] = {}
+    for name, volume in (("image", image), ("truth", truth), ("prediction", prediction)):
+        if volume is not None and volume.shape != image.shape:
+            raise ValueError(f"{name}: expected the image's shape {tuple(image.shape)}, got {tuple(volume.shape)}")
+        volumes |= {} if volume is None else {name: volume.cpu().numpy()}
+    columns = [*volumes, *["errors"] * ("truth" in volumes)]
+    best_shown = "prediction" if truth is None or not truth.any() else "truth"
+    slices = best_slices(volumes[best_shown], len(names))[-3:]
+    space, frames = image.shape[-3:], len(image) if image.ndim == 4 else 0
     axes = [a for a in (2, 1, 0) if min(space[:a] + space[a + 1 :]) > 1] or [2]
-    rows: list[tuple[tuple[int, ...], int]] = [((), axis) for axis in axes]  # frame, cut axis
+    indices: list[tuple[int, ...]] = [()] * len(axes)  # of the frame that a row shows
     if frames:
         chosen = np.linspace(0, frames - 1, min(FRAMES, frames)).round().astype(int).tolist()
-        axes, rows = [axes[0]] * len(chosen), [((frame,), axes[0]) for frame in chosen]
+        axes, indices = [axes[0]] * len(chosen), [(frame,) for frame in chosen]
     size = [n * s for n, s in zip(space, spacing, strict=True)]  # mm
     wide, high = [size[1], size[0], size[0]], [size[2], size[2], size[1]]
-
-    columns = ["image", "prediction"] if true is None else ["image", "truth", "prediction", "errors"]
     inch = min(3 / max(wide[a] for a in axes), 9 / sum(high[a] for a in axes))  # inches per mm
     heights = [max(0.3, inch * high[a]) for a in axes]
     with matplotlib.rc_context({"font.size": 9, "text.color": INK}):
-        figure = Figure(
-            (3.1 * len(columns) + 0.3, sum(heights) + 0.2 * len(axes) + 1), facecolor=GROUND, layout="constrained"
-        )
+        size_of_figure = (3.1 * len(columns) + 0.3, sum(heights) + 0.2 * len(axes) + 1)
+        figure = Figure(size_of_figure, facecolor=GROUND, layout="constrained")
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
         grid = figure.subplots(len(axes), len(columns), squeeze=False, height_ratios=heights)
         pixels = np.zeros(len(names), int)  # pixels of each class
-        for number, (row, (frame, axis)) in enumerate(zip(grid, rows, strict=True)):
-            planes = {"image": voxels, "truth": true, "prediction": predicted}
-            cuts = {k: cut(v[frame], axis, slices[axis]) for k, v in planes.items() if v is not None}
+        for number, (row, frame, axis) in enumerate(zip(grid, indices, axes, strict=True)):
+            cuts = {name: cut(volume[frame], axis, slices[axis]) for name, volume in volumes.items()}
             low, top = np.percentile(cuts["image"], (0.5, 99.5))
             for panel, column in zip(row, columns, strict=True):
                 panel.set_axis_off()
@@ -122,8 +120,7 @@ def save_case(
                     paint(panel, wrong, [to_rgb(c) for c in ERRORS.values()], extent, 0.8)
                 elif column != "image":
                     pixels += np.bincount(cuts[column].ravel(), minlength=len(names))
-                    colors = [color_of(n) for n in range(1, len(names))]
-                    paint(panel, cuts[column], colors, extent, 0.55)
+                    paint(panel, cuts[column], [color_of(n) for n in range(1, len(names))], extent, 0.55)
                 if number == 0 and column != "image":  # the image's title is the plane
                     panel.set_title(column)
             title = f"{PLANES[axis]} {slices[axis] + 1}/{space[axis]}"
@@ -131,28 +128,20 @@ def save_case(
                 title += f", frame {at + 1}/{frames}"
                 title += "" if time_step is None else f", {at * time_step:.3g} s"
             row[0].set_title("image" if picture else title, loc="left")
-            if picture:
-                continue
-            side = row[0].text(0.02, 0.5, EDGES[axis], transform=row[0].transAxes, va="center")
-            side.set_bbox({"facecolor": GROUND, "alpha": 0.6, "edgecolor": "none", "pad": 1.5})
-        _legend(figure, "outside lower left", legend_of(pixels, names), 6 if true is not None else 3)
-        if true is not None:
-            errors = [(name, to_rgb(color)) for name, color in ERRORS.items()]
-            _legend(figure, "outside upper right", errors, len(errors))
+            if not picture:
+                side = row[0].text(0.02, 0.5, EDGES[axis], transform=row[0].transAxes, va="center")
+                side.set_bbox({"facecolor": GROUND, "alpha": 0.6, "edgecolor": "none", "pad": 1.5})
+        _legend(figure, "outside lower left", legend_of(pixels, names), 6 if "truth" in volumes else 3)
+        if "truth" in volumes:
+            _legend(figure, "outside upper right", [(name, to_rgb(c)) for name, c in ERRORS.items()], len(ERRORS))
     save_figure(figure, path)
 
 
 def paint(panel: Any, labels: NDArray[Any], colors: Sequence[Any], extent: Any, alpha: float) -> None:
     """Draw label n in colors[n - 1] over the panel; 0 is transparent."""
-    panel.imshow(
-        np.ma.masked_equal(labels, 0),
-        ListedColormap(colors),
-        vmin=0.5,
-        vmax=len(colors) + 0.5,
-        alpha=alpha,
-        interpolation="nearest",
-        extent=extent,
-    )
+    range_of_colors = {"cmap": ListedColormap(colors), "vmin": 0.5, "vmax": len(colors) + 0.5}
+    visible = np.ma.masked_equal(labels, 0)
+    panel.imshow(visible, **range_of_colors, alpha=alpha, interpolation="nearest", extent=extent)
 
 
 def legend_of(pixels: NDArray[Any], names: Sequence[str]) -> list[tuple[str, Any]]:

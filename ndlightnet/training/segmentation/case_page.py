@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,14 +12,8 @@ from ndlightnet.training.report.page import number, write_html
 from ndlightnet.training.segmentation.metrics import MEASURES, Rows, interval, of_known
 
 SHORT = 8  # a case's table of more classes is collapsed
-HEADS = {
-    "dice": "Dice",
-    "hd95_mm": "HD95 (mm)",
-    "nsd": "surface Dice",
-    "volume_ml": "volume (ml)",
-    "truth_ml": "truth (ml)",
-}
-DIGITS = {"dice": 3, "hd95_mm": 1, "nsd": 3, "volume_ml": 2, "truth_ml": 2}
+HEADS = dict(zip(MEASURES, ("Dice", "HD95 (mm)", "surface Dice", "volume (ml)", "truth (ml)"), strict=True))
+DIGITS = dict(zip(MEASURES, (3, 1, 3, 2, 2), strict=True))
 CLASSES = ("class", "cases", "mean Dice", "SD", "95 % interval", "median HD95 (mm)", "mean surface Dice")
 TEMPLATE = """
 {% extends "base" %}
@@ -36,7 +29,7 @@ TEMPLATE = """
 {%- if has_truth %} <span class="soft">mean Dice {{ case.dice }}</span>{% endif %}</h2>
 <details{% if case.lines | length <= short %} open{% endif %}>
 <summary>{{ case.lines | length | counted("class") }}</summary>
-{% if case.lines %}{{ table(case.heads, case.lines) }}{% else %}<p>no class</p>{% endif %}
+{% if case.lines %}{{ table(case_heads, case.lines) }}{% else %}<p>no class</p>{% endif %}
 </details>
 {% if case.picture %}
 <img loading="lazy" src="{{ case.picture | urlencode }}" alt="{{ case.name }}">
@@ -49,9 +42,9 @@ TEMPLATE = """
 def write_page(
     path: Path, rows: Rows, names: Sequence[str], title: str, summary: str, failures: Sequence[str] = ()
 ) -> None:
-    """Write an HTML page: summary and failures as given, the classes over all cases, and every case
-    with its table and its picture. Cases are sorted by their mean Dice, the worst first, those
-    without a Dice last; if no case has a truth, by name, with volumes only.
+    """Write an HTML page: summary and failures as given, the classes over all cases, and every case with its table and
+    its picture. Cases are sorted by their mean Dice, the worst first, those without a Dice last; if no case has a
+    truth, by name, with volumes only.
 
     A case's picture is the file CASE.png beside `path`, linked if it exists.
     """
@@ -64,33 +57,19 @@ def write_page(
         {
             "name": case,
             "dice": number(dice[case], 3),
-            "heads": ["class", *(HEADS[key] for key in measures)],
-            "lines": _lines(rows[case], names, measures),
+            "lines": [
+                [name, *(number(measured[key], DIGITS[key]) for key in measures)]
+                for name, measured in zip(names[1:], rows[case], strict=True)
+                if measured["volume_ml"] > 0 or measured["truth_ml"] > 0
+            ],
             "picture": f"{case}.png" if (path.parent / f"{case}.png").is_file() else None,
         }
         for case in order
     ]
-    write_html(
-        path,
-        TEMPLATE,
-        title=title,
-        summary=summary,
-        failures=failures,
-        has_truth=has_truth,
-        cases=cases,
-        short=SHORT,
-        heads=CLASSES,
-        classes=_classes(rows, names) if has_truth else [],
-    )
-
-
-def _lines(row: Sequence[Mapping[str, Any]], names: Sequence[str], measures: Sequence[str]) -> list[list[str]]:
-    """Return a table line for each class that the truth or the prediction has."""
-    return [
-        [name, *(number(measured[key], DIGITS[key]) for key in measures)]
-        for name, measured in zip(names[1:], row, strict=True)
-        if measured["volume_ml"] > 0 or measured["truth_ml"] > 0
-    ]
+    texts = {"title": title, "summary": summary, "failures": failures, "has_truth": has_truth, "short": SHORT}
+    heads = ["class", *(HEADS[key] for key in measures)]
+    classes = _classes(rows, names) if has_truth else []
+    write_html(path, TEMPLATE, **texts, cases=cases, case_heads=heads, heads=CLASSES, classes=classes)
 
 
 def _classes(rows: Rows, names: Sequence[str]) -> list[list[str]]:

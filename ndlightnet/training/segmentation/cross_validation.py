@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,8 +16,8 @@ from ndlightnet.training.segmentation.volume_data import VolumeData
 
 
 def folds(arguments: list[str]) -> None:
-    """Train and test every fold, `fit` with these arguments; then write cases.csv and metrics.json
-    of all folds together. A finished fold is not run again, and an interrupted one is resumed."""
+    """Train and test every fold, `fit` with these arguments; then write cases.csv and metrics.json of all folds
+    together. A finished fold is not run again, and an interrupted one is resumed."""
     rows: dict[str, list[dict[str, float]]] = {}
     scores: list[float] = []
     fold, count, names = 0, 1, ["background"]
@@ -26,8 +25,10 @@ def folds(arguments: list[str]) -> None:
         root, count = _fold(arguments, fold)
         metrics = json.loads((root / "metrics.json").read_bytes())
         names = ["background", *metrics["dice"]]
-        scores.append(_number(metrics["mean_dice"]))
-        rows |= {case["name"]: _measures(case, len(names) - 1) for case in metrics["cases"]}
+        scores.append(float(np.array(metrics["mean_dice"], float)))
+        for case in metrics["cases"]:
+            measures = np.array([case[key] for key in MEASURES], float).T  # (classes, measures); null becomes NaN
+            rows[case["name"]] = [dict(zip(MEASURES, row, strict=True)) for row in measures.tolist()]
         fold += 1
     out, rows = root.parent, dict(sorted(rows.items()))
     write_cases(out / "cases.csv", rows, names)
@@ -54,14 +55,3 @@ def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
 def _tested(root: Path) -> bool:
     path = root / "metrics.json"  # `fit` writes it, too
     return path.is_file() and "cases" in json.loads(path.read_bytes())
-
-
-def _measures(case: dict[str, Any], classes: int) -> list[dict[str, float]]:
-    """Return the measures of each foreground class of a case in metrics.json."""
-    columns = {key: [_number(value) for value in case[key]] for key in MEASURES}
-    return [{key: columns[key][number] for key in MEASURES} for number in range(classes)]
-
-
-def _number(value: float | None) -> float:
-    """Return the value; null in metrics.json becomes NaN."""
-    return float("nan") if value is None else value

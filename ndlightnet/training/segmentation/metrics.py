@@ -1,7 +1,7 @@
 """Measures of a segmentation: per case and class, their table, and their means.
 
-`rows` is everywhere {name of the case: one {measure: value} per foreground class}, and `names` are
-the names of the classes, names[0] the background's. NaN stands for an undefined or missing value.
+`rows` is everywhere {name of the case: one {measure: value} per foreground class}, and `names` are the names of the
+classes, names[0] the background's. NaN stands for an undefined or missing value.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ndlightnet.training.report.results import write_csv
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
 Box = tuple[slice, ...]
 MEASURES = ("dice", "hd95_mm", "nsd", "volume_ml", "truth_ml")
+TOLERANCE = 1.0  # mm, of the surface Dice
 # A float32 affine turns 1 mm into 1.0000001 mm: a tolerance of 1 mm has to include that.
 ROUNDING = 1 + 1e-5
 
@@ -29,9 +30,9 @@ ROUNDING = 1 + 1e-5
 def dice_of(labels: Tensor, truth: Tensor, classes: int) -> Tensor:
     """Return the Dice of every foreground class, (classes - 1,) float64, of labels of one shape.
 
-    NaN where neither has the class, so that means leave it out; 0 where only one has it: a false
-    positive in a case without the class counts as wrong. (torchmetrics' dice_score gives the same
-    from one-hot volumes, 126 GB for 118 classes on 512^3 voxels; MONAI's is NaN for such a one.)
+    NaN where neither has the class, so that means leave it out; 0 where only one has it: a false positive in a case
+    without the class counts as wrong. (torchmetrics' dice_score gives the same from one-hot volumes, 126 GB for 118
+    classes on 512^3 voxels; MONAI's is NaN for such a one.)
     """
     predicted, true = (_counts(x, classes) for x in (labels, truth))
     both = _counts(labels[labels == truth], classes)
@@ -39,19 +40,19 @@ def dice_of(labels: Tensor, truth: Tensor, classes: int) -> Tensor:
 
 
 def measure_case(
-    labels: Tensor, truth: Tensor | None, classes: int, spacing: Sequence[float], tolerance_mm: float = 1.0
+    labels: Tensor, truth: Tensor | None, classes: int, spacing: Sequence[float]
 ) -> list[dict[str, float]]:
     """Measure a case: return a dict per foreground class, 1 to classes - 1.
 
-    dice: see `dice_of`. hd95_mm: the larger of the two directions' 95th percentiles of the
-    distances between the surfaces (mm); NaN unless both have the class. nsd: fraction of both
-    surfaces' voxels not further than `tolerance_mm` from the other surface; 0 and NaN as for Dice.
-    volume_ml, truth_ml: volumes (ml). Without truth all but volume_ml are NaN.
+    dice: see `dice_of`. hd95_mm: the larger of the two directions' 95th percentiles of the distances between the
+    surfaces (mm); NaN unless both have the class. nsd: fraction of both surfaces' voxels not further than TOLERANCE mm
+    from the other surface; 0 and NaN as for Dice. volume_ml, truth_ml: volumes (ml). Without truth all but volume_ml
+    are NaN.
 
-    labels, truth: integers (x, y, z) on one grid, of voxels of `spacing` mm. A volume of a single
-    slice is measured in its plane. Of a series over time, (frames, x, y, z), Dice counts the voxels
-    of all frames together; distances and surface Dice are means over the frames that have them, and
-    volumes means over all frames. Raises ValueError for shapes or numbers that do not fit.
+    labels, truth: integers (x, y, z) on one grid, of voxels of `spacing` mm. A volume of a single slice is measured in
+    its plane. Of a series over time, (frames, x, y, z), Dice counts the voxels of all frames together; distances and
+    surface Dice are means over the frames that have them, and volumes means over all frames. Raises ValueError for
+    shapes or numbers that do not fit.
     """
     if classes < 2:
         raise ValueError(f"classes: expected at least 2, the background's and another, got {classes}")
@@ -70,7 +71,7 @@ def measure_case(
         columns["dice"] = dice_of(labels, truth, classes).tolist()
         space = (frames, *labels.shape[-len(spacing) :])
         pairs = zip(labels.reshape(space), truth.reshape(space), strict=True)
-        surfaces = np.array([_surfaces(*pair, classes, spacing, tolerance_mm) for pair in pairs])
+        surfaces = np.array([_surfaces(*pair, classes, spacing) for pair in pairs])
         for column, name in enumerate(("hd95_mm", "nsd")):
             columns[name] = [of_known(np.mean, values) for values in surfaces[..., column].T]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -85,9 +86,7 @@ def _counts(labels: Tensor, classes: int) -> Tensor:
     return torch.bincount(labels.reshape(-1), minlength=classes)
 
 
-def _surfaces(
-    labels: Tensor, truth: Tensor, classes: int, spacing: Sequence[float], tolerance: float
-) -> list[tuple[float, float]]:
+def _surfaces(labels: Tensor, truth: Tensor, classes: int, spacing: Sequence[float]) -> list[tuple[float, float]]:
     """Return (hd95_mm, nsd) of every foreground class."""
     keep = [axis for axis, length in enumerate(labels.shape) if length > 1]
     if len(keep) == 2:  # in a single slice every voxel would be surface
@@ -107,7 +106,7 @@ def _surfaces(
         both = ((surface, true_surface), (true_surface, surface))
         distances = [get_surface_distance(*edges, spacing=list(spacing)) for edges in both]
         far = max(float(np.quantile(d, 0.95)) for d in distances)
-        near = np.concatenate(distances) <= tolerance * ROUNDING
+        near = np.concatenate(distances) <= TOLERANCE * ROUNDING
         measured.append((far, float(near.mean())))
     return measured
 
@@ -129,9 +128,8 @@ def write_cases(path: Path, rows: Rows, names: Sequence[str]) -> None:
 
 
 def metrics_of(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
-    """Summarise a test for metrics.json. Means leave out NaN; mean_dice, mean_hd95_mm and mean_nsd
-    are means over the classes of the means over the cases; std_over_cases is the standard deviation
-    of the cases' mean Dice."""
+    """Summarise a test for metrics.json. Means leave out NaN; mean_dice, mean_hd95_mm and mean_nsd are means over
+    the classes of the means over the cases; std_over_cases is the standard deviation of the cases' mean Dice."""
     table = {key: np.array([[measured[key] for measured in row] for row in rows.values()]) for key in MEASURES}
     means = {key: [of_known(np.mean, column) for column in table[key].T] for key in ("dice", "hd95_mm", "nsd")}
     low, high = interval(table["dice"][None])
@@ -157,15 +155,14 @@ def of_known(measure: Callable[[Any], Any], values: Iterable[float]) -> float:
 def interval(values: ArrayLike, level: float = 0.95, draws: int = 2000) -> tuple[float, float]:
     """Return the confidence interval of a mean over seeds and cases, NaN left out.
 
-    values: (seeds, cases), every seed's network on the same cases; or (seeds, cases, classes), then
-    the mean is that over the classes of their means. One seed: (1, cases), and the interval says
-    nothing about other seeds.
+    values: (seeds, cases), every seed's network on the same cases; or (seeds, cases, classes), then the mean is that
+    over the classes of their means. One seed: (1, cases), and the interval says nothing about other seeds.
 
-    Percentile bootstrap of the crossed design: `draws` times, seeds are drawn with replacement and,
-    independently, cases are, and the mean is taken over the drawn seeds on the drawn cases. The
-    same values always give the same interval; a single value gives (NaN, NaN). With n seeds (or
-    cases) the spread is estimated as sqrt((n - 1) / n) of its true value: too narrow below about
-    ten. Where the effects of seeds and cases are not additive, it is somewhat too wide.
+    Percentile bootstrap of the crossed design: `draws` times, seeds are drawn with replacement and, independently,
+    cases are, and the mean is taken over the drawn seeds on the drawn cases. The same values always give the same
+    interval; a single value gives (NaN, NaN). With n seeds (or cases) the spread is estimated as sqrt((n - 1) / n) of
+    its true value: too narrow below about ten. Where the effects of seeds and cases are not additive, it is somewhat
+    too wide.
     """
     values = np.asarray(values, dtype=float)
     if values.ndim not in (2, 3) or values.size == 0 or not 0 < level < 1:
@@ -182,10 +179,10 @@ def interval(values: ArrayLike, level: float = 0.95, draws: int = 2000) -> tuple
         total, weight = ((seeds @ factor * cases).sum(1) for factor in (np.where(finite, of_class, 0), 1.0 * finite))
         np.divide(total, weight, out=means[:, k], where=weight > 0)
     finite = ~np.isnan(means)
-    kept = finite.any(1)
+    used = finite.any(1)
     if np.isfinite(values).sum() < 2:  # one value has no spread; none has no mean
         return float("nan"), float("nan")
-    drawn = np.where(finite, means, 0).sum(1)[kept] / finite.sum(1)[kept]
+    drawn = np.where(finite, means, 0).sum(1)[used] / finite.sum(1)[used]
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

@@ -1,7 +1,7 @@
 """Plan a training from the data: spacing, patch, batch, strides and intensities as a config.
 
-The rules are mainly nnU-Net's (Isensee et al., Nature Methods 2021). The result is a YAML file to
-read and to change, not a rule that is applied unseen.
+The rules are mainly nnU-Net's (Isensee et al., Nature Methods 2021). The result is a YAML file to read and to change,
+not a rule that is applied unseen.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from math import prod
 from pathlib import Path
+from pydoc import locate
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ from ndlightnet.data.errors import DataError, atomic_write, one_line
 from ndlightnet.data.volume.datasets import read_dataset
 from ndlightnet.data.volume.fingerprint import Fingerprint, fingerprint
 from ndlightnet.data.volume.formats import PICTURES
+from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import check_writable, log_rank_zero
 
 COARSE = 3.0  # factor by which an axis is coarser and shorter than the others, see target_spacing
@@ -65,12 +66,9 @@ def plan(
 
     Raises DataError for data that cannot be read, and for arguments that are not valid.
     """
-    if epochs < 1:
-        raise DataError(f"epochs: {epochs}, expected 1 or more")
-    if frames is not None and frames < 1:
-        raise DataError(f"frames: {frames}, expected 1 or more")
-    if memory is not None and not memory > 0:
-        raise DataError(f"memory: {memory}, expected GB above 0")
+    for name, value in (("epochs", epochs), ("frames", frames)):
+        check(name, value, value is None or value >= 1, "1 or more")
+    check("memory", memory, memory is None or memory > 0, "GB above 0")
     _network(net)
     notes: list[str] = []
     folder = read_dataset(root, notes)
@@ -83,17 +81,26 @@ def plan(
     if cases[0].images[0].name.lower().endswith(PICTURES):
         raise DataError(f"{root}: holds pictures, expected volumes; tasks/README.md has a config for pictures")
     measured = fingerprint(cases, len(folder.labels), len(folder.channels))
-    available = _memory() if memory is None else memory * 1e9
-    config = config_of(
-        measured, folder.labels, folder.channels, root, out_folder, net, size, available, epochs, workers, frames
-    )
+    available = 11e9 if memory is None else memory * 1e9
+    if memory is None and torch.cuda.is_available():
+        available = USABLE * torch.cuda.get_device_properties(0).total_memory
+    model, data = config_of(measured, folder.labels, folder.channels, net, size, available, frames)
+    trainer = {
+        "default_root_dir": str(out_folder),
+        "precision": "bf16-mixed",
+        "max_epochs": epochs,
+        "gradient_clip_val": 1.0,
+        "check_val_every_n_epoch": max(1, epochs // 40),
+    }
+    volumes = {"class_path": "ndlightnet.training.VolumeData", "init_args": {"root": root, **data, "workers": workers}}
+    config = {"seed_everything": 0, "trainer": trainer, "model": model, "data": volumes}
     text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=100)
     with atomic_write(out_folder / "plan.yaml") as draft:
         draft.write_text(f"# {len(cases)} training cases of {root}, {available / 1e9:.0f} GB\n{text}")
-    missing = [name for name, n in zip(folder.labels, measured.voxels, strict=True) if n == 0]
     print(text)
-    for name in missing:
-        print(f"note: no training case has a voxel of {name!r}")
+    for name, voxels in zip(folder.labels, measured.voxels, strict=True):
+        if voxels == 0:
+            print(f"note: no training case has a voxel of {name!r}")
     print(f"wrote {out_folder / 'plan.yaml'}; train with: fit --config {out_folder / 'plan.yaml'}")
 
 
@@ -101,35 +108,25 @@ def config_of(
     measured: Fingerprint,
     labels: Sequence[str],
     channels: Sequence[str],
-    root: str,
-    out: Path,
     net: str,
     size: str | None,
     memory: float,
-    epochs: int,
-    workers: int,
     frames: int | None = None,
-) -> dict[str, Any]:
-    """Return the config as a dictionary. memory: in bytes; DataError if it is too little."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config of the model, and the arguments of VolumeData that follow from the data. memory: in bytes;
+    DataError if it is too little."""
     spacing = target_spacing(measured.spacings, measured.shapes)
     shape = np.median(measured.shapes * measured.spacings / spacing, axis=0)
     time = [] if frames is None else [frames]
-    facts = {
-        "dims": len(time) + 3,
-        "in_channels": len(channels),
-        "out_channels": len(labels),
-        "size": size,
-        "deep_supervision": True,
-        "drop_path_rate": 0.1,
-    }
-    facts = {key: value for key, value in facts.items() if value is not None}
     make = _network(net)
-    known = inspect.signature(make).parameters
+    facts: dict[str, Any] = {"dims": len(time) + 3, "in_channels": len(channels), "out_channels": len(labels)}
+    facts |= {"size": size, "deep_supervision": True, "drop_path_rate": 0.1}
 
     def arguments(strides: list[list[int]]) -> dict[str, Any]:
         # along time all levels have all frames, as a causal network needs it
-        all_of_them = {**facts, "strides": [[1] * len(time) + step for step in strides]}
-        return {key: value for key, value in all_of_them.items() if key in known}
+        values = {**facts, "strides": [[1] * len(time) + step for step in strides]}
+        parameters = inspect.signature(make).parameters
+        return {key: value for key, value in values.items() if key in parameters and value is not None}
 
     def crops(patch: list[int], strides: list[list[int]]) -> float:
         """Return how many crops the memory holds."""
@@ -147,37 +144,19 @@ def config_of(
     voxels = len(measured.shapes) * prod(shape.tolist())
     most = min(held, BATCH_SHARE * voxels / prod(patch))
     mirrored = [1, 2] if any(SIDED.search(label) for label in labels) else [0, 1, 2]
-    mirrored = [len(time) + axis for axis in mirrored]
-    return {
-        "seed_everything": 0,
-        "trainer": {
-            "default_root_dir": str(out),
-            "precision": "bf16-mixed",
-            "max_epochs": epochs,
-            "gradient_clip_val": 1.0,
-            "check_val_every_n_epoch": max(1, epochs // 40),
-        },
-        "model": {"window": time + patch, "net": {"class_path": net, "init_args": arguments(strides)}},
-        "data": {
-            "class_path": "ndlightnet.training.VolumeData",
-            "init_args": {
-                "root": root,
-                "patch": time + patch,
-                "spacing": [round(s, 4) for s in spacing.tolist()],
-                "intensities": [
-                    intensity_of(channel, values) for channel, values in zip(channels, measured.values, strict=True)
-                ],
-                "batch_size": max(2, int(most)),
-                "augment": {"flip_axes": mirrored},
-                "workers": workers,
-            },
-        },
+    data = {
+        "patch": time + patch,
+        "spacing": [round(edge, 4) for edge in spacing.tolist()],
+        "intensities": [intensity_of(*channel) for channel in zip(channels, measured.values, strict=True)],
+        "batch_size": max(2, int(most)),
+        "augment": {"flip_axes": [len(time) + axis for axis in mirrored]},
     }
+    return {"window": time + patch, "net": {"class_path": net, "init_args": arguments(strides)}}, data
 
 
 def target_spacing(spacings: NDArray[np.float64], shapes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return mm per axis: the median, but the tenth percentile for an axis that is much coarser and
-    much shorter than the others, so that the detail of fine scans is not lost."""
+    """Return mm per axis: the median, but the tenth percentile for an axis that is much coarser and much shorter
+    than the others, so that the detail of fine scans is not lost."""
     target = np.median(spacings, axis=0)
     coarse = int(target.argmax())
     finest = np.delete(target, coarse).max()
@@ -188,8 +167,8 @@ def target_spacing(spacings: NDArray[np.float64], shapes: NDArray[np.int64]) -> 
 
 
 def intensity_of(channel: str, values: NDArray[np.float32]) -> dict[str, float]:
-    """Return arguments of Intensity. CT and PET: clip to the percentiles 0.5 and 99.5 of labelled
-    voxels (PET: from 0), their mean and standard deviation. Others: none, each volume by itself."""
+    """Return arguments of Intensity. CT and PET: clip to the percentiles 0.5 and 99.5 of labelled voxels (PET: from
+    0), their mean and standard deviation. Others: none, each volume by itself."""
     name = channel.upper()
     if name not in QUANTITIES or not values.size:
         return {}
@@ -203,8 +182,8 @@ def intensity_of(channel: str, values: NDArray[np.float32]) -> dict[str, float]:
 
 
 def strides_of(patch: Sequence[int], spacing: Sequence[float]) -> list[list[int]]:
-    """Return the strides of each level after the first. An axis is halved while SMALLEST cells are
-    left, and only while its edge is below twice the finest one's, so that cells become cubes."""
+    """Return the strides of each level after the first. An axis is halved while SMALLEST cells are left, and only
+    while its edge is below twice the finest one's, so that cells become cubes."""
     size, edge = np.array(patch, float), np.array(spacing, float)
     strides: list[list[int]] = []
     while len(strides) < LEVELS - 1:
@@ -220,8 +199,8 @@ def strides_of(patch: Sequence[int], spacing: Sequence[float]) -> list[list[int]
 def patch_of(
     shape: NDArray[np.float64], spacing: NDArray[np.float64], fits: Callable[[list[int], list[list[int]]], bool]
 ) -> tuple[list[int], list[list[int]]]:
-    """Return (patch, strides): a cube in space of SIDE cells, no larger than the median volume; as
-    long as it does not fit, the axis that covers most of the volume is made shorter."""
+    """Return (patch, strides): a cube in space of SIDE cells, no larger than the median volume; as long as it does
+    not fit, the axis that covers most of the volume is made shorter."""
     mean_edge = float(np.prod(spacing) ** (1 / 3))
     patch = np.minimum(np.round(SIDE * mean_edge / spacing), np.round(shape)).clip(1)
     while True:
@@ -235,8 +214,8 @@ def patch_of(
 
 
 def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
-    """Estimate the bytes of one crop in a training step in bf16, without the weights: the tensors
-    saved for backward, counted on the CPU on a smaller crop, times OVERHEAD."""
+    """Estimate the bytes of one crop in a training step in bf16, without the weights: the tensors saved for
+    backward, counted on the CPU on a smaller crop, times OVERHEAD."""
     most = (COUNTED_FRAMES, *COUNTED)[-len(patch) :]
     small = [min(pair) for pair in zip(patch, most, strict=True)]
     saved: dict[int, int] = {}
@@ -256,8 +235,8 @@ def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
 
 
 def _of_weights(x: Tensor) -> bool:
-    """Return whether `x` is a parameter, or made of one alone: autocast's copy. Its size does not
-    depend on the crop."""
+    """Return whether `x` is a parameter, or made of one alone: autocast's copy. Its size does not depend on the
+    crop."""
     if x.is_leaf:
         return isinstance(x, nn.Parameter)
     at: Any = x.grad_fn
@@ -267,15 +246,6 @@ def _of_weights(x: Tensor) -> bool:
 
 
 def _network(path: str) -> Callable[..., nn.Module]:
-    module, _, name = path.rpartition(".")
-    try:
-        constructor: Callable[..., nn.Module] = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(f"net: {path!r}, expected the path of a class, such as ndlightnet.NDLightUNet") from error
+    constructor: Any = locate(path)
+    check("net", repr(path), callable(constructor), "the path of a class, such as ndlightnet.NDLightUNet")
     return constructor
-
-
-def _memory() -> float:
-    if not torch.cuda.is_available():
-        return 11e9
-    return USABLE * torch.cuda.get_device_properties(0).total_memory

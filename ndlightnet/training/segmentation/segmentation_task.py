@@ -30,21 +30,19 @@ MEMORY = 0.8  # weight of earlier validations in the score that chooses the best
 
 
 class SegmentationTask(Task):
-    """Trains `net`, `(batch, channels, *space)` -> `(batch, classes, *space)` logits, or in
-    training a list of them on coarser and coarser grids (deep supervision: each counts half of the
-    one before).
+    """Trains `net`, `(batch, channels, *space)` -> `(batch, classes, *space)` logits, or in training a list of them on
+    coarser and coarser grids (deep supervision: each counts half of the one before).
 
     Args:
         net: the network.
-        window: shape of the windows at prediction, as `data.patch`; None: each volume, or series
-            over time, in one forward.
+        window: shape of the windows at prediction, as `data.patch`; None: each volume, or series over time, in one
+            forward.
         overlap: fraction of a window that the next one overlaps.
-        mirror_axes: test and predict with the mean over mirrored copies along these axes, numbered
-            as those of `data.patch`.
-        largest: of each class, keep only the largest connected component; in a series over time
-            cells of neighbouring frames are connected, too.
+        mirror_axes: test and predict with the mean over mirrored copies along these axes, numbered as those of
+            `data.patch`.
+        largest: of each class, keep only the largest connected component; in a series over time cells of neighbouring
+            frames are connected, too.
         ensemble: more checkpoints (folds); test and predict average the logits of all networks.
-        tolerance_mm: tolerance of the surface Dice (NSD).
         dicom_seg: predict writes DICOM-SEG, too, where the source is DICOM.
         lr, weight_decay: of AdamW, with warm-up and a cosine schedule.
         others: as in Task.
@@ -64,7 +62,6 @@ class SegmentationTask(Task):
         mirror_axes: list[int] | None = None,
         largest: bool = False,
         ensemble: list[str] | None = None,
-        tolerance_mm: float = 1.0,
         dicom_seg: bool = False,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
@@ -78,30 +75,26 @@ class SegmentationTask(Task):
         axes, most = mirror_axes or [], getattr(net, "dims", 4)
         good = len({*axes} & {*range(most)}) == len(axes)
         check("model.mirror_axes", axes, good, f"different axes from 0 to {most - 1}")
-        check("model.tolerance_mm", tolerance_mm, tolerance_mm >= 0, "0 or more mm")
         self.window, self.overlap = window, overlap
         self.mirror_axes, self.largest, self.ensemble = mirror_axes or [], largest, ensemble or []
-        self.tolerance_mm, self.dicom_seg = tolerance_mm, dicom_seg
+        self.dicom_seg = dicom_seg
         self.loss = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
         self.ema_dice: float | None = None
 
     def setup(self, stage: str) -> None:
-        patch, dims = self.data().patch, getattr(self.net, "dims", None)
-        axes = len(patch)
+        data, dims = self.data(), getattr(self.net, "dims", None)
+        axes = len(data.patch)
         good = self.window is None or len(self.window) == axes
-        check("model.window", self.window, good, f"{axes} sizes, as data.patch: {patch}")
+        check("model.window", self.window, good, f"{axes} sizes, as data.patch: {data.patch}")
         good = max(self.mirror_axes, default=0) < axes
         check("model.mirror_axes", self.mirror_axes, good, f"axes from 0 to {axes - 1}")
-        good = dims in (None, axes)
-        check("model.net", f"dims={dims}", good, f"dims={axes} for data.patch: {patch}")
-        good = not (self.dicom_seg and axes != 3)
-        check("model.dicom_seg", self.dicom_seg, good, "false but for volumes")
+        check("model.net", f"dims={dims}", dims in (None, axes), f"dims={axes} for data.patch: {data.patch}")
+        check("model.dicom_seg", self.dicom_seg, not self.dicom_seg or axes == 3, "false but for volumes")
         if stage in ("test", "predict"):
             for path in self.ensemble:
-                check_checkpoint(path, self, self.data())
-        if stage == "predict":
-            return
-        self.expect(in_channels=self.data().in_channels, out_channels=len(self.data().labels))
+                check_checkpoint(path, self, data)
+        if stage != "predict":
+            self.expect(in_channels=data.in_channels, out_channels=len(data.labels))
 
     def example_inputs(self) -> tuple[Tensor, ...]:
         data = self.data()
@@ -131,13 +124,10 @@ class SegmentationTask(Task):
         image, label, _numbers = batch
         outputs = self(image)
         outputs = [outputs] if isinstance(outputs, Tensor) else outputs
-        weights = [2.0**-place for place in range(len(outputs))]
-        loss = sum(
-            weight / sum(weights) * self._loss(logits.float(), label, place)
-            for place, (weight, logits) in enumerate(zip(weights, outputs, strict=True))
-        )
+        losses = [self._loss(logits.float(), label, level) for level, logits in enumerate(outputs)]
+        weights = [2.0**-level for level in range(len(outputs))]
+        loss: Any = sum(weight / sum(weights) * x for weight, x in zip(weights, losses, strict=True))
         self.log("loss", loss, prog_bar=True, batch_size=len(image))
-        assert isinstance(loss, Tensor)
         return loss
 
     def _loss(self, logits: Tensor, label: Tensor, level: int) -> Tensor:
@@ -145,16 +135,14 @@ class SegmentationTask(Task):
         if self.grid is None:
             loss: Tensor = self.loss(logits, _shrunk(label, logits.shape[2:]))
             return loss
-        # the whole label is there: it is shrunk as on one process
+        # the label is whole: it is shrunk as on one process
         net: Any = self.net
-        steps = net.strides[:level]
         space, axis = list(label.shape[2:]), self.grid.axis
         slabs = split_sizes(space[axis], self.grid.count, net.slab_multiples[axis])
-        for step in steps:
+        for step in net.strides[:level]:
             space = [-(-n // by) for n, by in zip(space, step, strict=True)]
             slabs = tuple(-(-n // step[axis]) for n in slabs)
-        full_label = _shrunk(label, torch.Size(space))
-        slab_label = full_label.split(slabs, 2 + axis)[self.grid.rank]
+        slab_label = _shrunk(label, torch.Size(space)).split(slabs, 2 + axis)[self.grid.rank]
         return dice_ce_of_slabs(logits, slab_label, self.grid)
 
     def grid_axis(self) -> int:
@@ -179,11 +167,10 @@ class SegmentationTask(Task):
         values = [dice for case in self.gathered(self.val_dice).values() for dice in case]
         mean = sum(values) / max(1, len(values))
         self.log("val_dice", mean, prog_bar=True)
-        if self.trainer.sanity_checking:
-            return
-        before = mean if self.ema_dice is None else self.ema_dice
-        self.ema_dice = MEMORY * before + (1 - MEMORY) * mean
-        self.log("ema_dice", self.ema_dice)
+        if not self.trainer.sanity_checking:
+            earlier = mean if self.ema_dice is None else self.ema_dice
+            self.ema_dice = MEMORY * earlier + (1 - MEMORY) * mean
+            self.log("ema_dice", self.ema_dice)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -225,9 +212,9 @@ class SegmentationTask(Task):
         volume, image, names = batch["volume"], batch.pop("image"), self.data().labels
         case: Case = volume.case
         self.notes += volume.notes
-        meter = Meter(self.device)
+        plane, meter = len(self.data().patch) == 2, Meter(self.device)
         try:
-            if len(self.data().patch) == 2:  # of one slice, and on its file's grid
+            if plane:  # of one slice, and on its file's grid
                 labels = self.predict_labels(image.squeeze(-1))[..., None]
             else:
                 labels = self.predict_labels(image, onto=volume.onto(image))
@@ -235,9 +222,8 @@ class SegmentationTask(Task):
             raise DataError(f"{case.images[0]}: {one_line(error)}") from error
         except torch.OutOfMemoryError as error:
             raise DataError(
-                f"{case.images[0]}: does not fit into the device's memory as a whole; "
-                "give --model.window, such as the training patch, or "
-                "--model.out_of_core true"
+                f"{case.images[0]}: does not fit into the device's memory as a whole; give --model.window, such as the "
+                "training patch, or --model.out_of_core true"
             ) from error
         self.spent[case.name] = meter.read()
         del image  # before more memory is taken
@@ -251,22 +237,12 @@ class SegmentationTask(Task):
             volume.save_dicom_seg(array, folder / f"{case.name}.dcm", names)
         drawn = upright(volume.image[:1])
         truth = None if volume.label is None else upright(volume.label).as_tensor()[0]
-        step = volume.grid.time_step
-        spacing = drawn.pixdim.tolist()
-        row = measure_case(labels, truth, len(names), spacing, self.tolerance_mm)
-        mean = torch.tensor([measured["dice"] for measured in row]).nanmean()
-        title = case.name if truth is None else f"{case.name}: Dice {mean:.3f}"
-        save_case(
-            folder / f"{case.name}.png",
-            title,
-            drawn.as_tensor()[0],
-            truth,
-            labels,
-            spacing,
-            self.figure_names(names),
-            step,
-            picture=len(self.data().patch) == 2,
-        )
+        spacing, captions = drawn.pixdim.tolist(), self.figure_names(names)
+        row = measure_case(labels, truth, len(names), spacing)
+        dice = torch.tensor([measured["dice"] for measured in row]).nanmean()
+        title = case.name if truth is None else f"{case.name}: Dice {dice:.3f}"
+        panels = (drawn.as_tensor()[0], truth, labels)
+        save_case(folder / f"{case.name}.png", title, *panels, spacing, captions, volume.grid.time_step, plane)
         self.rows[case.name] = row
 
     def on_test_epoch_start(self) -> None:
@@ -276,16 +252,9 @@ class SegmentationTask(Task):
         self._case(batch, self.out() / "test")
 
     def on_test_epoch_end(self) -> None:
-        rows = self.gathered(self.rows)
-        metrics = {
-            **metrics_of(rows, self.data().labels),
-            **case_costs(
-                self.net,
-                self.cost,
-                self.gathered(self.spent).values(),
-                (1, self.data().in_channels, *self.data().patch),
-            ),
-        }
+        rows, spent, data = self.gathered(self.rows), self.gathered(self.spent), self.data()
+        shape = (1, data.in_channels, *data.patch)
+        metrics = {**metrics_of(rows, data.labels), **case_costs(self.net, self.cost, spent.values(), shape)}
         self.log("test_dice", metrics["mean_dice"], rank_zero_only=True)
         self.summary = f"held-out mean Dice {metrics['mean_dice']:.3f} over {len(rows)} cases"
         self._finish(self.out() / "test", f"{self.out().name}: test", self.summary)
@@ -307,8 +276,8 @@ class SegmentationTask(Task):
 
 
 def _shrunk(label: Tensor, space: torch.Size) -> Tensor:
-    """Resample labels (batch, 1, *space) to a coarser grid, by the nearest voxels. (Torch's
-    interpolate takes three axes at most.)"""
+    """Resample labels (batch, 1, *space) to a coarser grid, by the nearest voxels. (Torch's interpolate takes three
+    axes at most.)"""
     for axis, (n, few) in enumerate(zip(label.shape[2:], space, strict=True), start=2):
         if few != n:
             middles = (2 * torch.arange(few, device=label.device) + 1) * n // (2 * few)

@@ -11,11 +11,10 @@ SMOOTH = 1e-5  # of MONAI's DiceCELoss
 
 
 def dice_ce_of_slabs(logits: Tensor, label: Tensor, grid: Shard) -> Tensor:
-    """Return MONAI's DiceCELoss(include_background=False, to_onehot_y=True, softmax=True,
-    batch=True) of whole samples, the same on all processes.
+    """Return MONAI's DiceCELoss(include_background=False, to_onehot_y=True, softmax=True, batch=True) of whole samples,
+    the same on all processes.
 
-    logits: (batch, classes, *space) float32, label: (batch, 1, *space), both of this process's
-    slab.
+    logits: (batch, classes, *space) float32, label: (batch, 1, *space), both of this process's slab.
     """
     classes, target = logits.shape[1], label[:, 0].long()
     logs = logits.log_softmax(1)

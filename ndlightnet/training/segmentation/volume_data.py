@@ -32,18 +32,17 @@ class VolumeData(DataModule):
 
     Args:
         root: the folder.
-        patch: shape of the training crops (voxels): x, y, z. With four sizes, frames, x, y, z, each
-            file is a series of volumes over time: its fourth axis holds frames, not channels. With
-            two sizes, x, y, each file is a picture: PNG, TIFF or JPEG, or a volume of one slice.
-        intensities: how each channel is scaled; default: each volume by its mean and standard
-            deviation.
+        patch: shape of the training crops (voxels): x, y, z. With four sizes, frames, x, y, z, each file is a series of
+            volumes over time: its fourth axis holds frames, not channels. With two sizes, x, y, each file is a picture:
+            PNG, TIFF or JPEG, or a volume of one slice.
+        intensities: how each channel is scaled; default: each volume by its mean and standard deviation.
         channels: which of a case's channels the network gets, by number; default: all.
         spacing: resample to this voxel size (mm) first; None trains on the files' own grids.
         batch_size: crops in a batch. batches: batches in an epoch.
         foreground: fraction of the crops that are centred on a labelled voxel.
         augment: how crops are rotated, mirrored, blurred and so on; None: not at all.
-        folds: the training cases are split into so many parts. fold: the part, from 0, that chooses
-            the best checkpoint and is not trained on; default: no cross-validation, a tenth does.
+        folds: the training cases are split into so many parts. fold: the part, from 0, that chooses the best checkpoint
+            and is not trained on; default: no cross-validation, a tenth does.
         test_on: the cases of `test`, those of dataset.json or the part that is not trained on.
         workers: processes that cut crops.
         cache: folder that stores prepared volumes for later runs; default: they are held in memory.
@@ -72,11 +71,9 @@ class VolumeData(DataModule):
     ) -> None:
         super().__init__(root, batch_size, workers, input)
         good = len(patch) in (2, 3, 4) and min(patch) > 0
-        expected = "3 sizes above 0, 4 for series over time, 2 for pictures"
-        check("data.patch", patch, good, expected)
+        check("data.patch", patch, good, "3 sizes above 0, 4 for series over time, 2 for pictures")
         self.plane = len(patch) == 2
-        mm = [1.0] * 3 if spacing is None else spacing
-        good = len(mm) == 3 and all(0 < edge < float("inf") for edge in mm)
+        good = spacing is None or (len(spacing) == 3 and all(0 < edge < float("inf") for edge in spacing))
         check("data.spacing", spacing, good, "3 edges of a voxel above 0 (mm)")
         check("data.spacing", spacing, not (self.plane and spacing), "null for pictures")
         check("data.batches", batches, batches > 0, "1 or more")
@@ -107,39 +104,34 @@ class VolumeData(DataModule):
         self.labels, self.modalities = folder.labels, folder.channels
         training, test = map(self._over_time, (folder.training, folder.test))
         self._prepare()  # raises its errors before any volume is read
-        if stage in ("fit", "validate"):
-            train, held = self._split(training)
-            if stage == "fit":
-                super().setup(stage)
-                patch = [*self.patch, 1] if self.plane else self.patch
-                prepared = self._dataset(train, patch)
-                self.crops = Crops(prepared, patch, self.batch_size, self.foreground, self.seed)
-            self.val_set = self._dataset(held)
-            if stage == "fit":
-                self.value_units = self._shared_units(
-                    some[number]["value_units"] for some in (prepared, self.val_set) for number in range(len(some))
+        if stage == "test":
+            held = self._split(training)[1] if self.test_on == "fold" else test
+            self.test_cases = [case for case in held if case.label is not None]
+            if not self.test_cases:
+                raise DataError(
+                    f"{self.root}: no test case has a label, expected labelsTs (nnU-Net) or labels of cases under "
+                    "'test' in dataset.json (decathlon); `folds` tests on training cases"
                 )
             return
-        if self.test_on == "fold":
-            self.test_cases = self._split(training)[1]
-        else:
-            self.test_cases = [case for case in test if case.label is not None]
-        if not self.test_cases:
-            raise DataError(
-                f"{self.root}: no test case has a label, expected labelsTs (nnU-Net) or labels of "
-                "cases under 'test' in dataset.json (decathlon); `folds` tests on training cases"
-            )
+        train, held = self._split(training)
+        if stage == "fit":
+            super().setup(stage)
+            patch = [*self.patch, 1] if self.plane else self.patch
+            prepared = self._dataset(train, patch)
+            self.crops = Crops(prepared, patch, self.batch_size, self.foreground, self.seed)
+        self.val_set = self._dataset(held)
+        if stage == "fit":
+            sets = (prepared, self.val_set)
+            self.value_units = self._shared_units([x[n]["value_units"] for x in sets for n in range(len(x))])
 
-    def _shared_units(self, cases: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    def _shared_units(self, cases: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """Return for each channel the unit that all cases share, "" if there is none."""
-        shared = []
-        for name, each in zip(self.modalities, zip(*cases, strict=True), strict=True):
-            units = sorted(set(each))
-            shared.append(units[0] if len(units) == 1 else "")
+        channels = [sorted(set(units)) for units in zip(*cases, strict=True)]
+        for name, units in zip(self.modalities, channels, strict=True):
             if len(units) > 1:
                 differ = ", ".join(unit or "not known" for unit in units)
                 log_rank_zero([f"{self.root}: cases have {name} in different units: {differ}"])
-        return tuple(shared)
+        return tuple(units[0] if len(units) == 1 else "" for units in channels)
 
     def state_dict(self) -> dict[str, Any]:
         return {"value_units": self.value_units} if any(self.value_units) else {}
@@ -157,38 +149,26 @@ class VolumeData(DataModule):
         return [case.as_series(len(self.patch) == 4) for case in cases]
 
     def _split(self, cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
-        """Split cases into those to train on and those that choose the checkpoint. Folds are drawn
-        from a fixed seed, so that they are the same in every run. A single case is in both."""
+        """Split cases into those to train on and those that choose the checkpoint. Folds are drawn from a fixed
+        seed, so that they are the same in every run. A single case is in both."""
         if self.fold is None and len(cases) == 1:
             return list(cases), list(cases)
-        if self.fold is None:
-            count, fold = max(2, min(10, len(cases))), 0
-        else:
-            count, fold = self.folds, self.fold
+        count, fold = (max(2, min(10, len(cases))), 0) if self.fold is None else (self.folds, self.fold)
         if len(cases) < count:
             raise DataError(f"{self.root}: {len(cases)} training cases, expected at least {count}, one for each fold")
         order = torch.randperm(len(cases), generator=torch.Generator().manual_seed(0)).tolist()
-        held = {number for place, number in enumerate(order) if place % count == fold}
-        numbered = list(enumerate(cases))
-        return (
-            [case for number, case in numbered if number not in held],
-            [case for number, case in numbered if number in held],
-        )
+        held = sorted(order[fold::count])
+        return [case for number, case in enumerate(cases) if number not in held], [cases[number] for number in held]
 
     def _prepare(self) -> Prepare:
-        names = self.modalities
-        scales = [Intensity()] * len(names) if self.intensities is None else self.intensities
-        chosen = range(len(names)) if self.channels is None else self.channels
-        if len(scales) != len(names):
-            raise DataError(
-                f"data.intensities: {len(scales)} of them, expected one for each of the "
-                f"{len(names)} channels: {', '.join(names)}"
-            )
-        if not chosen or any(not 0 <= channel < len(names) for channel in chosen):
-            raise DataError(
-                f"data.channels: {list(chosen)}, expected some of 0 to {len(names) - 1}: {', '.join(names)}"
-            )
-        return Prepare(scales, self.spacing, chosen, self.plane)
+        count, listed = len(self.modalities), ", ".join(self.modalities)
+        scales = [Intensity()] * count if self.intensities is None else self.intensities
+        channels = range(count) if self.channels is None else self.channels
+        good = len(scales) == count
+        check("data.intensities", f"{len(scales)} of them", good, f"one for each of the {count} channels: {listed}")
+        good = bool(channels) and all(0 <= channel < count for channel in channels)
+        check("data.channels", list(channels), good, f"some of 0 to {count - 1}: {listed}")
+        return Prepare(scales, self.spacing, channels, self.plane)
 
     def _dataset(self, cases: list[Case], patch: list[int] | None = None) -> CachedVolumes:
         return cached_volumes(cases, self._prepare(), len(self.labels), patch, max(1, self.workers), self.cache)
@@ -198,7 +178,7 @@ class VolumeData(DataModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         if self.trainer is None or not self.trainer.training:
-            return batch
+            return batch  # a whole case
         image, label, numbers = batch
         if self.plane:
             image, label = image.squeeze(-1), label.squeeze(-1)
@@ -229,8 +209,8 @@ class VolumeData(DataModule):
         return self._one_by_one(self._over_time(cases))
 
     def _one_by_one(self, cases: Sequence[Case], channels: int | None = None) -> Any:
-        read = PredictionCases(cases, self._prepare(), len(self.labels), channels, self.value_units)
-        return DataLoader(read, batch_size=None)
+        dataset = PredictionCases(cases, self._prepare(), len(self.labels), channels, self.value_units)
+        return DataLoader(dataset, batch_size=None)
 
     def names(self) -> dict[str, list[str]]:
         return {"labels": list(self.labels), "modalities": list(self.modalities)}
@@ -240,8 +220,7 @@ class VolumeData(DataModule):
 
 
 class PhantomVolumes(VolumeData):
-    """CT phantoms, written under `root` as NIfTI if they do not exist yet, then read like any
-    folder.
+    """CT phantoms, written under `root` as NIfTI if they do not exist yet, then read like any folder.
 
     cases: number of training and of test phantoms.
     """
@@ -264,9 +243,9 @@ class MovingPhantoms(PhantomVolumes):
 
 
 class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
-    """Dataset that reads cases as `Volume.read` and prepares them one at a time: {"case", "volume",
-    "image"}, or {"case", "error"} for one that cannot be read. value_units: of the training's
-    channels; a volume in others gets a note."""
+    """Dataset that reads cases as `Volume.read` and prepares them one at a time: {"case", "volume", "image"}, or
+    {"case", "error"} for one that cannot be read. value_units: of the training's channels; a volume in others gets a
+    note."""
 
     def __init__(
         self,
@@ -304,16 +283,13 @@ class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def _other_units(volume: Volume, trained: Sequence[str]) -> list[str]:
-    """Return a note for each channel of a volume whose unit is not that of the training. Where the
-    training's is not known, as of NIfTI files, SUV is expected."""
+    """Return a note for each channel of a volume whose unit is not that of the training. Where the training's is not
+    known, as of NIfTI files, SUV is expected."""
     units, paths, notes = volume.value_units, volume.case.images, []
     if len(paths) != len(units):  # a file has several channels
         paths = paths[:1] * len(units)
-    for channel, (path, unit) in enumerate(zip(paths, units, strict=True)):
-        expected = trained[channel] if trained else ""
+    for path, unit, expected in zip(paths, units, trained or [""] * len(units), strict=True):
         if unit and unit != (expected or SUV):
-            of_training = expected or f"not known (SUV is {SUV})"
-            notes.append(
-                f"{path}: its values are in {one_line(unit)}, the unit of the training is {one_line(of_training)}"
-            )
+            of_training = one_line(expected) if expected else f"not known (SUV is {SUV})"
+            notes.append(f"{path}: its values are in {one_line(unit)}, the unit of the training is {of_training}")
     return notes

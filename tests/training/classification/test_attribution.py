@@ -21,8 +21,8 @@ class Corner(nn.Module):
 
     def forward(self, x):
         self.batches.append(len(x))
-        part = x[(slice(None), slice(None), *(slice(-(-n // 4)) for n in x.shape[2:]))]
-        total = part.flatten(1).sum(1)
+        corner = x[(slice(None), slice(None), *(slice(-(-n // 4)) for n in x.shape[2:]))]
+        total = corner.flatten(1).sum(1)
         return torch.stack([total, -total, 0 * total], 1)
 
 
@@ -57,27 +57,25 @@ def test_views_of_every_kind_of_sample():
     np.testing.assert_allclose(view, image.permute(1, 2, 0).numpy() / 255, rtol=1e-6)
     assert heat.shape == (5, 7)
     clip = torch.randint(256, (3, 16, 5, 7), dtype=torch.uint8)
-    found = views(clip, torch.arange(16.0)[:, None, None].expand(16, 5, 7), video=True)
-    assert [int(heat[0, 0]) for _, heat in found] == [0, 3, 6, 9, 12, 15] and len(found) == FRAMES
-    short = views(clip[:, :2], torch.zeros(2, 5, 7), video=True)
-    assert len(short) == 2
+    frames = views(clip, torch.arange(16.0)[:, None, None].expand(16, 5, 7), video=True)
+    assert [int(heat[0, 0]) for _, heat in frames] == [0, 3, 6, 9, 12, 15] and len(frames) == FRAMES
+    assert len(views(clip[:, :2], torch.zeros(2, 5, 7), video=True)) == 2
     heat = torch.zeros(4, 5, 6)
     heat[1, 2, 3] = -2
-    shapes = [part.shape for _, part in views(torch.zeros(1, 4, 5, 6, dtype=torch.uint8), heat)]
-    assert shapes == [(5, 6), (4, 6), (4, 5)]
-    values = [part.min() for _, part in views(torch.zeros(1, 4, 5, 6, dtype=torch.uint8), heat)]
-    assert values == [-2, -2, -2]  # all three go through it
+    slices = [cells for _, cells in views(torch.zeros(1, 4, 5, 6, dtype=torch.uint8), heat)]
+    assert [cells.shape for cells in slices] == [(5, 6), (4, 6), (4, 5)]
+    assert [cells.min() for cells in slices] == [-2, -2, -2]  # all three go through it
 
 
 def test_red_is_for_and_blue_against():
     view, heat = np.full((1, 3, 3), 0.5), np.array([[1.0, 0.0, -1.0]])
-    found = overlaid(view, heat, 1.0)[0]
-    assert found[0, 0] > 0.7 > found[0, 2] and found[2, 2] > 0.7 > found[2, 0]
-    np.testing.assert_allclose(found[1], 0.5)
+    pixels = overlaid(view, heat, 1.0)[0]
+    assert pixels[0, 0] > 0.7 > pixels[0, 2] and pixels[2, 2] > 0.7 > pixels[2, 0]
+    np.testing.assert_allclose(pixels[1], 0.5)
     np.testing.assert_allclose(overlaid(view, 0 * heat, 0.0), 0.5)
 
 
-@pytest.mark.parametrize("wide, lines", [(1, 1), (3, 3), (6, 6)])
+@pytest.mark.parametrize("wide, lines", [(1, 1), (3, 3)])
 def test_the_picture_has_all_samples(tmp_path, wide, lines):
     pair = (np.full((20, 20, 3), 0.2), np.linspace(-1, 1, 400).reshape(20, 20))
     save_attributions(tmp_path / "a.png", [("a $b$", True, [pair] * wide)] * 6)

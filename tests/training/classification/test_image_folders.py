@@ -31,10 +31,14 @@ def trained(tmp_path_factory, folder, recognise) -> Path:
     common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={out}")
     done = recognise("fit", *common)
     assert (done.status, done.errors) == (0, [])
-    done = recognise("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
+    done = recognise("test", *common, last(out))
     assert (done.status, done.errors) == (0, [])
     assert "held-out accuracy" in done.out
     return out
+
+
+def last(out: Path) -> str:
+    return f"--ckpt_path={out}/checkpoints/last.ckpt"
 
 
 @pytest.fixture
@@ -50,49 +54,31 @@ def data(root: Path, **options) -> ImageFolders:
 def test_a_small_set_is_learnt(trained):
     metrics = json.loads((trained / "metrics.json").read_text())
     assert metrics["top1"] > 0.95 and metrics["images"] == 30
-    assert list(metrics["recall"]) == ["columns", "plain", "rows"]
     assert metrics["tokens"] == 16 and metrics["steps"] == 4 * (108 // 16)
     rows = list(csv.DictReader((trained / "test.csv").open()))
     assert len(rows) == 30 and all(Path(row["file"]).is_file() for row in rows)
     assert [Path(row["file"]).parent.name for row in rows] == [row["truth"] for row in rows]
-    assert 'src="attribution.png"' in (trained / "index.html").read_text()
     for name in ("confusion.png", "test_images.png", "attribution.png", "curves.png"):
-        picture = matplotlib.image.imread(trained / name)
-        assert min(picture.shape[:2]) > 150 and picture.std() > 0.05
+        assert matplotlib.image.imread(trained / name).std() > 0.05
 
 
 @pytest.mark.slow
 def test_predictions_of_a_folder_with_odd_files(trained, folder, tmp_path, recognise):
     """Palettes, alpha, 16 bits, other sizes: predicted. Damaged: listed at the end."""
-    deep = tmp_path / "new" / "deep" / "er"
-    deep.mkdir(parents=True)
+    new = tmp_path / "new" / "deep" / "er"
+    new.mkdir(parents=True)
     for kind in ("columns", "plain", "rows"):
-        Image.open(folder / "test" / kind / "000.png").resize((50, 30)).save(deep / f"{kind}.webp")
+        Image.open(folder / "test" / kind / "000.png").resize((50, 30)).save(new / f"{kind}.webp")
     image = Image.open(folder / "test" / "rows" / "001.png")
-    image.convert("P").save(tmp_path / "new" / "palette.png")
-    image.convert("RGBA").save(tmp_path / "new" / "=alpha.png")
-    grey = np.asarray(image.convert("L")).astype(np.uint16) * 257
-    Image.fromarray(grey).save(tmp_path / "new" / "deep.png")
-    (tmp_path / "new" / "cut.jpg").write_bytes(b"\xff\xd8\xff")
-    done = recognise(
-        "predict",
-        f"--data.init_args.input={tmp_path / 'new'}",
-        f"--trainer.default_root_dir={tmp_path / 'out'}",
-        f"--ckpt_path={trained}/checkpoints/last.ckpt",
-    )
-    assert done.status == 1 and len(done.errors) == 1
-    assert f"{tmp_path / 'new' / 'cut.jpg'}: cannot be read" in done.errors[0]
+    image.convert("P").save(new / "rows palette.png")
+    image.convert("RGBA").save(new / "rows=alpha.png")
+    Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257).save(new / "rows deep.png")
+    (new / "cut.jpg").write_bytes(b"\xff\xd8\xff")
+    places = (f"--data.init_args.input={tmp_path / 'new'}", f"--trainer.default_root_dir={tmp_path / 'out'}")
+    done = recognise("predict", *places, last(trained))
+    assert done.status == 1 and len(done.errors) == 1 and f"{new / 'cut.jpg'}: cannot be read" in done.errors[0]
     rows = list(csv.DictReader((tmp_path / "out" / "predictions.csv").open()))
-    assert len(rows) == 6
-    found = {Path(row["file"]).name: row["prediction"] for row in rows}
-    assert found == {
-        "=alpha.png": "rows",
-        "columns.webp": "columns",
-        "deep.png": "rows",
-        "palette.png": "rows",
-        "plain.webp": "plain",
-        "rows.webp": "rows",
-    }
+    assert len(rows) == 6 and all(Path(row["file"]).name.startswith(row["prediction"]) for row in rows)
     for row in rows:
         assert sum(float(row[name]) for name in ("columns", "plain", "rows")) == pytest.approx(1)
     assert matplotlib.image.imread(tmp_path / "out" / "predictions.png").std() > 0.05
@@ -100,69 +86,47 @@ def test_predictions_of_a_folder_with_odd_files(trained, folder, tmp_path, recog
 
 @pytest.mark.slow
 def test_bad_files_in_a_run(copied, tmp_path, recognise):
-    """Each is named once in training, and as a failure in the test."""
-    for part in ("train", "test"):
-        (copied / part / "rows" / "003.png").write_bytes(b"damaged")
-    common = (
-        f"--data.init_args.root={copied}",
-        f"--trainer.default_root_dir={tmp_path / 'out'}",
-        "--data.init_args.workers=2",
-        "--data.init_args.validation=0",
-        "--data.init_args.batch_size=8",
-        "--trainer.max_epochs=3",
-    )
-    done = recognise("fit", *common)
+    """Each is named once in training, and as a failure in the test; without a good one the test ends."""
+    for split in ("train", "test"):
+        (copied / split / "rows" / "003.png").write_bytes(b"damaged")
+    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}")
+    options = ("workers=2", "validation=0", "batch_size=8")
+    done = recognise("fit", *common, *(f"--data.init_args.{option}" for option in options), "--trainer.max_epochs=2")
     assert (done.status, done.errors) == (0, [])
-    notes = [line for line in done.err.splitlines() if line.startswith("note: ")]
-    assert len(notes) == 1 and "train/rows/003.png: cannot be read" in notes[0]
-    last = f"--ckpt_path={tmp_path / 'out'}/checkpoints/last.ckpt"
-    done = recognise("test", *common, last)
+    assert len(done.notes) == 1 and "train/rows/003.png: cannot be read" in done.notes[0]
+    done = recognise("test", *common, last(tmp_path / "out"))
     assert done.status == 1 and len(done.errors) == 1 and "over 29 images" in done.out
     assert "test/rows/003.png: cannot be read" in done.errors[0]
+    for file in (copied / "test").rglob("*.png"):
+        file.write_bytes(b"damaged")
+    done = recognise("test", *common, last(tmp_path / "out"))
+    assert done.status == 1 and done.errors == [f"error: {copied}: no file of the test could be read"]
 
 
 def test_a_set_of_12_bits_in_16_gets_one_note(tmp_path, capsys):
-    for part, kind in (("train", "a"), ("train", "b"), ("val", "a")):
-        (tmp_path / part / kind).mkdir(parents=True)
+    for folder in ("train/a", "train/b", "val/a"):
+        (tmp_path / folder).mkdir(parents=True)
         for number in range(3):
-            cells = np.full((8, 8), 4095 - number, np.uint16)
-            Image.fromarray(cells).save(tmp_path / part / kind / f"{number}.png")
+            Image.fromarray(np.full((8, 8), 4095 - number, np.uint16)).save(tmp_path / folder / f"{number}.png")
     data(tmp_path).setup("fit")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"note: {tmp_path / 'train'}: the brightest pixel of 6 16-bit images ")
 
 
 @pytest.mark.slow
-def test_a_test_of_damaged_files_only(trained, copied, tmp_path, recognise):
-    for file in (copied / "test").rglob("*.png"):
-        file.write_bytes(b"damaged")
-    done = recognise(
-        "test",
-        f"--data.init_args.root={copied}",
-        f"--trainer.default_root_dir={tmp_path / 'out'}",
-        f"--ckpt_path={trained}/checkpoints/last.ckpt",
-    )
-    assert done.status == 1 and done.errors == [f"error: {copied}: no file of the test could be read"]
-
-
-@pytest.mark.slow
 def test_a_checkpoint_of_other_classes(trained, copied, recognise, tmp_path):
     """Of another number, and of other names."""
-    common = (
-        f"--data.init_args.root={copied}",
-        f"--trainer.default_root_dir={tmp_path / 'out'}",
-        f"--ckpt_path={trained}/checkpoints/last.ckpt",
-    )
-    for part in ("train", "test"):
-        (copied / part / "plain").rename(copied / part / "zebra")
-    done = recognise("test", *common)
-    assert len(done.errors) == 1 and "zebra" in done.errors[0] and "plain" in done.errors[0]
-    for part in ("train", "test"):
-        shutil.rmtree(copied / part / "zebra")
-    done = recognise("test", *common, "--model.net.init_args.num_classes=2")
-    assert len(done.errors) == 1 and "the checkpoint of another network: net.head" in done.errors[0]
-    done = recognise("test", *common)
-    assert len(done.errors) == 1 and "expected a network with num_classes=2" in done.errors[0]
+    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}", last(trained))
+    for split in ("train", "test"):
+        (copied / split / "plain").rename(copied / split / "zebra")
+    (error,) = recognise("test", *common).errors
+    assert "zebra" in error and "plain" in error
+    for split in ("train", "test"):
+        shutil.rmtree(copied / split / "zebra")
+    (error,) = recognise("test", *common, "--model.net.init_args.num_classes=2").errors
+    assert "the checkpoint of another network: net.head" in error
+    (error,) = recognise("test", *common).errors
+    assert "expected a network with num_classes=2" in error
 
 
 def test_networks_of_other_libraries_are_tried_before_a_training(folder):
@@ -201,19 +165,12 @@ def test_a_validation_without_a_readable_file(copied, tmp_path, recognise):
     for kind in ("columns", "rows"):
         (copied / "val" / kind).mkdir(parents=True)
         (copied / "val" / kind / "0.png").write_bytes(b"damaged")
-    common = (
-        f"--data.init_args.root={copied}",
-        f"--trainer.default_root_dir={tmp_path / 'out'}",
-        "--trainer.max_epochs=1",
-        "--trainer.num_sanity_val_steps=0",
-    )
-    done = recognise("fit", *common)
-    assert done.status == 1
-    assert done.errors == [f"error: {copied}: no file of the validation could be read"]
+    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}")
+    done = recognise("fit", *common, "--trainer.max_epochs=1", "--trainer.num_sanity_val_steps=0")
+    assert done.status == 1 and done.errors == [f"error: {copied}: no file of the validation could be read"]
     shutil.rmtree(copied / "val")
     done = recognise("validate", *common, "--data.init_args.validation=0")
-    assert done.status == 1
-    assert done.errors == [f"error: {copied}: validate: there is nothing to validate with"]
+    assert done.status == 1 and done.errors == [f"error: {copied}: validate: there is nothing to validate with"]
 
 
 def test_batches_are_bytes_until_they_are_on_the_device(folder):
@@ -223,8 +180,7 @@ def test_batches_are_bytes_until_they_are_on_the_device(folder):
     assert (len(images.train_set), len(images.val_set)) == (96, 24)
     labels = images.val_set.files.labels.tolist()
     assert [labels.count(label) for label in range(3)] == [8, 8, 8]
-    overlap = {*images.val_set.files.names} & {*images.train_set.files.names}
-    assert not overlap
+    assert not {*images.val_set.files.names} & {*images.train_set.files.names}
     batch = next(iter(images.train_dataloader()))
     assert batch[0].dtype == torch.uint8 and batch[0].shape == (8, 3, 8, 8)
     x, labels, numbers = images.on_after_batch_transfer(batch, 0)
@@ -247,26 +203,17 @@ def test_grey_images_of_two_sides(folder):
 
 def test_options_reach_the_transforms(folder):
     """The border that `crop_pct` leaves out, the colour of erased boxes, crops of one scale."""
-    images = data(
-        folder,
-        size=8,
-        padding=2,
-        random_erasing=1.0,
-        crop_pct=0.5,
-        mixup=0.3,
-        cutmix=0.7,
-        mean=[0.2, 0.4, 0.6],
-        std=[1.0] * 3,
-    )
+    mean = {"mean": [0.2, 0.4, 0.6], "std": [1.0] * 3}
+    images = data(folder, padding=2, random_erasing=1.0, crop_pct=0.5, mixup=0.3, cutmix=0.7, **mean)
     framed = Image.new("RGB", (16, 16), "white")
     framed.paste((9, 9, 9), (4, 4, 12, 12))
     assert images.evaluate(framed).unique().tolist() == [9]
-    found = images.augment(Image.new("RGB", (8, 8), "white")).flatten(1).T.unique(dim=0)
-    assert found.tolist() == [[51, 102, 153], [255, 255, 255]]
+    erased = images.augment(Image.new("RGB", (8, 8), "white")).flatten(1).T.unique(dim=0)
+    assert erased.tolist() == [[51, 102, 153], [255, 255, 255]]
     cells = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
     colours = {(51, 102, 153), *map(tuple, cells.reshape(-1, 3).tolist())}
-    found = images.augment(Image.fromarray(cells)).flatten(1).T.tolist()
-    assert {*map(tuple, found)} <= colours  # a crop of another size would mix them
+    pixels = images.augment(Image.fromarray(cells)).flatten(1).T.tolist()
+    assert {*map(tuple, pixels)} <= colours  # a crop of another size would mix them
     images.setup("fit")
     ways = {type(way).__name__: way.alpha for way in images.mixing.transforms}
     assert ways == {"MixUp": 0.3, "CutMix": 0.7}

@@ -15,7 +15,6 @@ from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.nn import mixers
 from ndlightnet.training import ImageData, ImageTask
-from ndlightnet.training.classification.answer_figures import projections, save_gallery
 from tests.training.conftest import Done, set_up
 from tests.training.conftest import launch as command_line
 
@@ -46,11 +45,11 @@ def stripes(count: int, size: int = 8) -> tuple[np.ndarray, np.ndarray]:
 def pictures(tmp_path_factory) -> Path:
     """A folder of IDX files: 240 images to train with, 50 to test."""
     folder = tmp_path_factory.mktemp("idx")
-    for part, count in (("train", 240), ("t10k", 50)):
+    for split, count in (("train", 240), ("t10k", 50)):
         images, labels = stripes(count)
         for array, name in ((images, "images-idx3"), (labels.astype(np.uint8), "labels-idx1")):
             head = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
-            (folder / f"{part}-{name}-ubyte").write_bytes(head + array.tobytes())
+            (folder / f"{split}-{name}-ubyte").write_bytes(head + array.tobytes())
     return folder
 
 
@@ -60,10 +59,10 @@ def volumes(tmp_path_factory) -> Path:
     rng = np.random.default_rng(0)
     far = np.linalg.norm(np.stack(np.indices((7, 6, 5))) - 2.5, axis=0)
     content = {}
-    for part, count in (("train", 64), ("val", 16), ("test", 24)):
+    for split, count in (("train", 64), ("val", 16), ("test", 24)):
         labels = rng.integers(0, 2, (count, 1))
         balls = far < 1.2 + 1.5 * labels[..., None, None]
-        content |= {f"{part}_images": (255 * balls).astype(np.uint8), f"{part}_labels": labels}
+        content |= {f"{split}_images": (255 * balls).astype(np.uint8), f"{split}_labels": labels}
     path = tmp_path_factory.mktemp("npz") / "balls.npz"
     np.savez(path, **content)
     return path
@@ -107,20 +106,8 @@ def test_a_small_set_is_learnt(trained):
     matrix = np.array(metrics["confusion"])
     assert metrics["images"] == matrix.sum() == (50 if kind == "pictures" else 24)
     assert metrics["top1"] == pytest.approx(matrix.trace() / matrix.sum(), abs=1e-5)
-    assert metrics["top1"] > 0.95 > 0.8 > metrics["majority_class"]
-    assert metrics["majority_class"] == pytest.approx(matrix.sum(1).max() / matrix.sum(), abs=1e-5)
-    recall = matrix.diagonal() / matrix.sum(1)
-    assert list(metrics["recall"].values()) == pytest.approx(recall, abs=1e-5)
-    assert metrics["balanced_accuracy"] == pytest.approx(recall.mean(), abs=1e-5)
-    if kind == "volumes":
-        assert list(metrics["recall"]) == ["small", "large"] and metrics["auc"] > 0.95
-    else:
-        assert list(metrics["recall"]) == ["0", "1", "2"] and metrics["auc"] > 0.99
-
-
-def test_what_it_cost(trained):
-    kind, out = trained
-    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["top1"] > 0.95 > 0.8 > metrics["majority_class"] and metrics["auc"] > 0.95
+    assert list(metrics["recall"]) == (["0", "1", "2"] if kind == "pictures" else ["small", "large"])
     assert metrics["tokens"] == (4 * 4 if kind == "pictures" else 4 * 3 * 3)
     # 216 of 240 in whole batches of 16; all 64
     assert metrics["steps"] == (4 * 13 if kind == "pictures" else 12 * 4)
@@ -129,19 +116,6 @@ def test_what_it_cost(trained):
     assert metrics["peak_memory_gb"] is None
     saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     assert metrics["parameters"] == sum(v.numel() for v in saved.values())
-
-
-@pytest.mark.slow
-def test_a_resumed_run_adds_to_what_it_cost(trained, pictures, tmp_path):
-    kind, out = trained
-    if kind == "volumes":
-        pytest.skip("pictures are enough")
-    last = out / "checkpoints" / "last.ckpt"
-    done = launch(tmp_path, "fit", f"--data.init_args.root={pictures}", "--trainer.max_epochs=5", f"--ckpt_path={last}")
-    assert (done.status, done.errors) == (0, [])
-    first = torch.load(last, weights_only=True)["cost"]
-    both = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["cost"]
-    assert both[0][:52] == first[0] and len(both[0]) == 65
 
 
 @pytest.mark.parametrize(
@@ -163,15 +137,14 @@ def test_what_does_not_fit_the_data(pictures, options, net, text):
         set_up(ImageTask(NDLightNet(**arguments)), ImageData(str(pictures), **options))
 
 
-def test_parts_of_the_data(pictures, volumes):
+def test_splits_of_the_data(pictures, volumes):
     data = ImageData(str(pictures), validation=0.25, train_limit=30)
     data.setup("fit")
     assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (30, 60, 50)
     images, labels = (torch.from_numpy(x.astype(np.int64)) for x in stripes(240))
-    everything = {tuple(image.flatten().tolist()): n for n, image in enumerate(images)}
+    numbers = {tuple(image.flatten().tolist()): n for n, image in enumerate(images)}
     train, held = (
-        [everything[tuple(image.flatten().tolist())] for image in part.images]
-        for part in (data.train_set, data.val_set)
+        [numbers[tuple(image.flatten().tolist())] for image in split.images] for split in (data.train_set, data.val_set)
     )
     assert not set(train) & set(held) and held == list(range(0, 240, 4))
     assert torch.equal(data.train_set.labels, labels[train])
@@ -188,8 +161,8 @@ def test_test_images_are_normalised_and_nothing_else(close, pictures):
     expected = torch.from_numpy((images - scale.mean()) / scale.std())[:, None].float()
     for loader in (data.test_dataloader(), data.test_dataloader()):
         (batch,) = loader
-        found, truth, numbers = data.on_after_batch_transfer(batch, 0)
-        close(found, expected, 1e-6)
+        normalised, truth, numbers = data.on_after_batch_transfer(batch, 0)
+        close(normalised, expected, 1e-6)
         assert truth.tolist() == labels.tolist() and numbers.tolist() == list(range(50))
     (held,) = data.val_dataloader()
     assert len(held) == 3  # no moves
@@ -203,7 +176,7 @@ class Watcher(ImageTask):
         self.batches: list[tuple[torch.Tensor, ...]] = []
 
     def training_step(self, batch, number):
-        self.batches.append(tuple(part.clone() for part in batch))
+        self.batches.append(tuple(tensor.clone() for tensor in batch))
         return super().training_step(batch, number)
 
 
@@ -211,15 +184,8 @@ def watched(root: Path, folder: Path, epochs: int, **net) -> list[tuple[torch.Te
     lightning.seed_everything(5)
     task = Watcher(NDLightNet(2, 1, 3, patch_size=2, embed_dim=8, **net))
     data = ImageData(str(root), batch_size=64, shift=2, flips=(1,))
-    trainer = lightning.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", default_root_dir=folder, **quiet)
     trainer.fit(task, data)
     return task.batches
 
@@ -227,9 +193,9 @@ def watched(root: Path, folder: Path, epochs: int, **net) -> list[tuple[torch.Te
 def test_networks_that_are_compared_see_the_same_batches(pictures, tmp_path):
     """Whatever they draw themselves; and another order with other moves in every epoch."""
     some = watched(pictures, tmp_path, 2, depth=1)
-    other = watched(pictures, tmp_path, 2, depth=2, mixer=mixers.Identity, drop_path_rate=0.5)
-    assert len(some) == len(other) == 2 * 3
-    for one, two in zip(some, other, strict=True):
+    others = watched(pictures, tmp_path, 2, depth=2, mixer=mixers.Identity, drop_path_rate=0.5)
+    assert len(some) == len(others) == 2 * 3
+    for one, two in zip(some, others, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     for n in range(3):
         assert not torch.equal(some[n][2], some[n + 3][2])
@@ -240,25 +206,3 @@ def test_networks_that_are_compared_see_the_same_batches(pictures, tmp_path):
         still = (data.train_set.images[numbers][:, None] - data.mean) / data.std
         moved = (images != still).flatten(1).any(1).float().mean()
         assert moved > 0.8  # 1 of 50 draws, and chance, leave an image as it was
-
-
-def test_projections_of_a_volume():
-    volume = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (4, 3, 5), np.uint8))
-    views = volume.double().numpy()
-    found = projections(volume)
-    column = 0
-    for axis, (rows, width) in ((2, (4, 3)), (1, (4, 5)), (0, (3, 5))):
-        view = views.mean(axis)
-        assert found[:rows, column + 1 : column + 1 + width] == pytest.approx(view / view.max())
-        column += width + 2
-    assert found.shape == (4, column)
-    image = torch.arange(6, dtype=torch.uint8).view(2, 3)
-    assert projections(image)[:, 1:-1] == pytest.approx(image.numpy() / 5)
-
-
-def test_a_gallery_of_few_images(tmp_path):
-    for name, image in (("volumes", torch.zeros(1, 5, 5, 5)), ("colours", torch.zeros(3, 5, 5))):
-        path = tmp_path / f"{name}.png"
-        for labels in (torch.tensor([0, 0]), None):
-            save_gallery(path, lambda _, x=image: x.byte(), torch.eye(2), labels, ["a", "b"])
-            assert path.stat().st_size > 1000

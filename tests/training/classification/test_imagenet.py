@@ -15,30 +15,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def two_processes(*arguments: object) -> str:
-    """What a command line says; it ends well."""
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GOMP_SPINCOUNT": "0",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
-    }
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node=2",
-            "-m",
-            "ndlightnet",
-            "image_cls",
-            *map(str, arguments),
-        ],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-    )
+    """What a command line prints; it ends well."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "PYTHONPATH": paths}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "ndlightnet", "image_cls"]
+    command = [*launcher, *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -63,14 +45,9 @@ def test_two_processes_train_and_one_tests(write_stripes, tmp_path):
         "--model.net.init_args.embed_dim=16",
         "--model.net.init_args.depth=2",
     )
-    more = (
-        "--trainer.devices=2",
-        "--trainer.max_epochs=2",
-        "--model.warmup_epochs=1",
-        "--trainer.check_val_every_n_epoch=1",
-    )
-    said = two_processes("fit", *common, *more)
-    assert "train/rows/000.png: cannot be read" in said
+    more = ("--trainer.devices=2", "--trainer.max_epochs=2", "--model.warmup_epochs=1")
+    text = two_processes("fit", *common, *more, "--trainer.check_val_every_n_epoch=1")
+    assert "train/rows/000.png: cannot be read" in text
     last = tmp_path / "checkpoints" / "last.ckpt"
     saved = torch.load(last, weights_only=True)
     assert saved["global_step"] == 2 * 60 // (2 * 5)

@@ -49,34 +49,14 @@ def test_fit_leaves_checkpoints_and_logs(run):
 
 def test_metrics_of_the_test(run):
     metrics = json.loads((run / "metrics.json").read_text())
-    assert set(metrics) == {
-        "top1",
-        "top5",
-        "balanced_accuracy",
-        "recall",
-        "majority_class",
-        "auc",
-        "ece",
-        "videos",
-        "parameters",
-        "steps",
-        "train_seconds",
-        "step_ms",
-        "samples_per_second",
-        "peak_memory_gb",
-        "state_size",
-        "confusion",
-        "fit",
-    }
+    expected = {"top1", "top5", "balanced_accuracy", "recall", "majority_class", "auc", "ece", "confusion", "videos"}
+    costs = {"parameters", "steps", "train_seconds", "step_ms", "samples_per_second", "peak_memory_gb", "state_size"}
+    assert set(metrics) == expected | costs | {"fit"}
     matrix = np.array(metrics["confusion"])
-    assert matrix.shape == (6, 6) and matrix.sum() == metrics["videos"] == 6
+    assert matrix.shape == (6, 6) and metrics["videos"] == 6
     np.testing.assert_array_equal(matrix.sum(1), np.ones(6))  # rows are the truth
     assert metrics["top1"] == pytest.approx(matrix.trace() / 6, abs=1e-5)
-    assert metrics["top1"] <= metrics["top5"] <= 1
     assert tuple(metrics["recall"]) == MOTIONS
-    assert list(metrics["recall"].values()) == pytest.approx(list(matrix.diagonal()))
-    assert metrics["balanced_accuracy"] == pytest.approx(matrix.trace() / 6, abs=1e-5)
-    assert metrics["majority_class"] == pytest.approx(1 / 6, abs=1e-5)
     saved = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
     assert metrics["parameters"] == sum(v.numel() for k, v in saved.items() if k.startswith("net."))
 
@@ -85,8 +65,10 @@ PICTURES = ("confusion.png", "curves.png", "attribution.png", "test_clips.png")
 
 
 def test_the_page_of_the_test_shows_all_and_the_table_names_the_files(run, digits):
-    shown = re.findall('img .*src="(.*?)"', (run / "index.html").read_text())
-    assert shown == list(PICTURES)
+    assert re.findall('img .*src="(.*?)"', (run / "index.html").read_text()) == list(PICTURES)
+    for name in PICTURES:
+        picture = matplotlib.image.imread(run / name)
+        assert min(picture.shape[:2]) > 300 and picture.std() > 0.05
     rows = list(csv.DictReader((run / "test.csv").open()))
     assert [row["file"] for row in rows] == sorted(map(str, digits.glob("test/*/*.mp4")))
     assert [row["truth"] for row in rows] == [Path(row["file"]).parent.name for row in rows]
@@ -95,58 +77,32 @@ def test_the_page_of_the_test_shows_all_and_the_table_names_the_files(run, digit
     assert right / 6 == pytest.approx(metrics["top1"], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_test_leaves_pictures(run, name):
-    picture = matplotlib.image.imread(run / name)
-    assert min(picture.shape[:2]) > 300 and picture.std() > 0.05
-
-
-def test_predict_without_the_training_data(run, classify, digits, tmp_path):
-    """One file is a video and one is text; the classes' names come with the checkpoint."""
-    inputs, out = tmp_path / "inputs", tmp_path / "out"
-    (inputs / "deep").mkdir(parents=True)
-    shutil.copy(next((digits / "test" / "left").glob("*.mp4")), inputs / "deep" / "good.mp4")
-    (inputs / "text.mp4").write_text("this is no video")
-    done = classify(
-        "predict",
-        *DIGITS,
-        f"--trainer.default_root_dir={out}",
-        "--data.init_args.root=/gone",
-        f"--data.init_args.input={inputs}",
-        f"--ckpt_path={run}/checkpoints/best.ckpt",
-    )
-    assert done.status == 1
-    assert len(done.errors) == 1 and done.errors[0].startswith(f"error: {inputs}/text.mp4: ")
-    found = json.loads((out / "predictions" / "predictions.json").read_text())
-    assert list(found) == [str(inputs / "deep" / "good.mp4")]
-    answer = found[str(inputs / "deep" / "good.mp4")]
-    odds = answer["probabilities"]
-    assert tuple(odds) == MOTIONS and sum(odds.values()) == pytest.approx(1, abs=1e-4)
-    assert answer["class"] == max(odds, key=odds.get)
-    names = sorted(path.name for path in (out / "predictions").iterdir())
-    assert names == ["0001_good.png", "predictions.json"]
-    picture = matplotlib.image.imread(out / "predictions" / "0001_good.png")
-    assert min(picture.shape[:2]) > 100 and picture.std() > 0.05
-
-
-@pytest.mark.slow
-def test_predict_agrees_with_test(run, classify, digits, tmp_path):
-    """The same checkpoint on the same files: the confusion matrix comes out again."""
+def test_predict_agrees_with_test_without_the_training_data(run, classify, digits, tmp_path):
+    """The same checkpoint on the same files: the confusion matrix comes out again. A text costs a line."""
+    shutil.copytree(digits / "test", tmp_path / "in")
+    (tmp_path / "in" / "text.mp4").write_text("this is no video")
     done = classify(
         "predict",
         *DIGITS,
         f"--trainer.default_root_dir={tmp_path}",
         "--data.init_args.root=/gone",
-        f"--data.init_args.input={digits}/test",
+        f"--data.init_args.input={tmp_path}/in",
         f"--ckpt_path={run}/checkpoints/last.ckpt",
     )
-    assert (done.status, done.errors) == (0, [])
-    found = json.loads((tmp_path / "predictions" / "predictions.json").read_text())
+    assert done.status == 1
+    assert len(done.errors) == 1 and done.errors[0].startswith(f"error: {tmp_path}/in/text.mp4: ")
+    predictions = json.loads((tmp_path / "predictions" / "predictions.json").read_text())
     matrix = np.zeros((6, 6), int)
-    for path, answer in found.items():
+    for path, answer in predictions.items():
+        probs = answer["probabilities"]
+        assert tuple(probs) == MOTIONS and sum(probs.values()) == pytest.approx(1, abs=1e-4)
+        assert answer["class"] == max(probs, key=probs.get)
         matrix[MOTIONS.index(Path(path).parent.name), MOTIONS.index(answer["class"])] += 1
     metrics = json.loads((run / "metrics.json").read_text())
     np.testing.assert_array_equal(matrix, metrics["confusion"])
+    pictures = sorted((tmp_path / "predictions").glob("*.png"))
+    assert len({path.name[:4] for path in pictures}) == 6 == len(predictions)  # names alone may be equal
+    assert matplotlib.image.imread(pictures[0]).std() > 0.05
 
 
 @pytest.mark.parametrize("validation", [0.5, 0])

@@ -17,8 +17,7 @@ from ndlightnet.data.errors import file_name, printable
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 from tests.training.hospital import broken_inputs, good_inputs
-
-CLASSES = "--model.net.init_args.out_channels=2"
+from tests.training.segmentation.conftest import CLASSES
 
 
 @pytest.mark.slow
@@ -42,13 +41,12 @@ def test_60_inputs_of_which_25_are_broken(segment, checkpoints, tmp_path, monkey
     )
     assert done.status == 1 and "Traceback" not in done.err
 
-    left = list(done.errors)  # a DICOM folder is named by itself or by one of its slices
+    errors = list(done.errors)  # a DICOM folder is named by itself or by one of its slices
     for path in sorted(bad, key=lambda path: -len(path.name)):
         begin = f"error: {printable(path)}"
-        found = [line for line in left if line.startswith((f"{begin}: ", f"{begin}/"))]
-        assert len(found) == 1, (path, left)
-        left.remove(found[0])
-    assert left == []
+        (line,) = [line for line in errors if line.startswith((f"{begin}: ", f"{begin}/"))]
+        errors.remove(line)
+    assert errors == []
     notes = [line for line in done.err.splitlines() if line.startswith("note: ")]
     beside = "3 entries are left out: dangling.nii.gz, folder.nii.gz, picture.png"
     assert notes[0].startswith(f"note: {folder}: {beside} (expected .nii.gz, ")
@@ -56,12 +54,18 @@ def test_60_inputs_of_which_25_are_broken(segment, checkpoints, tmp_path, monkey
     assert [line for line in notes if "left out" in line] == [notes[0], dicom]
 
     with (out / "cases.csv").open(newline="", encoding="utf-8") as file:
-        cases = [line["case"] for line in csv.DictReader(file)]
+        lines = list(csv.DictReader(file))
+    cases = [line["case"] for line in lines]
     assert "'=1+1" in cases and "'-o" in cases  # no formulas
     cases = [case.removeprefix("'") for case in cases]
     assert len(set(cases)) == 35 and all(case.isprintable() for case in cases)
-    wanted = [f"{case}.{end}" for case in cases for end in ("nii.gz", "png")]
-    assert sorted(os.listdir(out)) == sorted([*wanted, "cases.csv", "index.html"])
+    files = [f"{case}.{end}" for case in cases for end in ("nii.gz", "png")]
+    assert sorted(os.listdir(out)) == sorted([*files, "cases.csv", "index.html"])
+    for case, line in zip(cases, lines, strict=True):
+        labels = nibabel.load(out / f"{case}.nii.gz")
+        assert labels.get_data_dtype() == np.uint8 and (line["class"], line["dice"]) == ("cube", "")
+        ml = np.asarray(labels.dataobj).sum() * abs(np.linalg.det(labels.affine)) / 1000
+        assert float(line["volume_ml"]) == pytest.approx(ml, rel=1e-4, abs=1e-6)
     for path in good:
         name = path.name if path.is_dir() else re.sub(r"(?i)\.(nii(\.gz)?|nrrd|mh[ad])$", "", path.name)
         case = name if name in cases else file_name(name)
@@ -72,6 +76,6 @@ def test_60_inputs_of_which_25_are_broken(segment, checkpoints, tmp_path, monkey
         assert min(matplotlib.image.imread(out / f"{case}.png").shape[:2]) > 100
 
     page = (out / "index.html").read_text(encoding="utf-8")
-    pictures = [unquote(html.unescape(found)) for found in re.findall('src="([^"]*)"', page)]
+    pictures = [unquote(html.unescape(source)) for source in re.findall('src="([^"]*)"', page)]
     assert sorted(pictures) == sorted(f"{case}.png" for case in cases)
     assert page.count("<li>") == 25

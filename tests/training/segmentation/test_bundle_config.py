@@ -27,15 +27,14 @@ data:
     [
         None,
         "GLA",
-        "ndlightnet.nn.mixers.GLA",
         "ndlightnet.nn.mixers.published_mixer",
         "{class_path: ndlightnet.nn.mixers.GLA, init_args: {scan: axes}}",
         "[GLA, ndlightnet.nn.mixers.S5, {class_path: ndlightnet.nn.mixers.Identity}]",
     ],
 )
 def test_monai_builds_the_same_network(mixer, tmp_path):
-    """The default is a class. People write a name, a dotted name of a class or a function, a class
-    with arguments, or a list of these."""
+    """The default is a class. People write a name, a dotted name of a class or a function, a class with arguments,
+    or a list of these."""
     mixer = "" if mixer is None else f", mixer: {mixer}"
     (tmp_path / "plan.yaml").write_text(PLAN.format(out=tmp_path, mixer=mixer))
     files = {"config": "plan.yaml", "ckpt_path": "best.ckpt", "out": "name"}
@@ -44,11 +43,11 @@ def test_monai_builds_the_same_network(mixer, tmp_path):
     names = {"labels": ["background", "x"], "modalities": ["CT"]}
     torch.save({"state_dict": cli.model.state_dict(), "names": names}, tmp_path / "best.ckpt")
     definition, weights = bundles._network(cli, [str(tmp_path / "best.ckpt")])
-    made = ConfigParser({"net": json.loads(json.dumps(definition))}).get_parsed_content("net")
-    made.eval().load_state_dict(weights)
-    assert made.config == cli.model.net.config
+    net = ConfigParser({"net": json.loads(json.dumps(definition))}).get_parsed_content("net")
+    net.eval().load_state_dict(weights)
+    assert net.config == cli.model.net.config
     x = torch.randn(1, 1, 8, 8, 8)
-    assert torch.equal(made(x), cli.model.net.eval()(x))
+    assert torch.equal(net(x), cli.model.net.eval()(x))
 
 
 def test_a_wrong_option_is_one_line(capsys):

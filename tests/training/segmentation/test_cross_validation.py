@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ndlightnet.training import SegmentationTask, VolumeData
-from ndlightnet.training import SegmentationTask as Task
 from ndlightnet.training.core import cli
 from ndlightnet.training.segmentation.cross_validation import folds
 from tests.training.conftest import UNET
@@ -29,19 +28,16 @@ def cross(write_decathlon, tmp_path, monkeypatch, capsys):
     """cross(): `folds` with three folds on seven cases; (status, what it said on stdout)."""
     root = write_decathlon(tmp_path / "volumes", cases=8)
     (tmp_path / "config.yaml").write_text(UNET)
-    argv = [
-        "task.py",
-        "folds",
-        "--config",
-        str(tmp_path / "config.yaml"),
-        f"--data.init_args.root={root}",
-        f"--trainer.default_root_dir={tmp_path}/run",
-        "--data.init_args.patch=[8,8,8]",
-        "--data.init_args.folds=3",
-        "--model.lr=0.02",
-        "--model.net.init_args.out_channels=2",
-        "--trainer.max_epochs=2",
-    ]
+    options = {
+        "data.init_args.root": root,
+        "trainer.default_root_dir": tmp_path / "run",
+        "data.init_args.patch": [8, 8, 8],
+        "data.init_args.folds": 3,
+        "model.lr": 0.02,
+        "model.net.init_args.out_channels": 2,
+        "trainer.max_epochs": 2,
+    }
+    argv = ["task.py", "folds", "--config", str(tmp_path / "config.yaml"), *(f"--{k}={v}" for k, v in options.items())]
 
     def run(*more: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", [*argv, *more])
@@ -57,32 +53,25 @@ def metrics_of(run: Path, *fold: str) -> dict:
 
 @pytest.mark.slow
 def test_every_case_is_predicted_once_by_a_network_that_has_not_seen_it(cross, tmp_path, monkeypatch):
-    run, seen = tmp_path / "run", {}
-    start, case = Task.on_train_start, Task._case
+    run, trained, predicted = tmp_path / "run", {}, []
+    start, case = SegmentationTask.on_train_start, SegmentationTask._case
 
-    def trains(task):
-        fold = task.data().fold
-        seen.setdefault(fold, set()).update(c["name"] for c in task.data().crops.cases)
+    def on_train_start(task):
+        trained.setdefault(task.data().fold, set()).update(c["name"] for c in task.data().crops.cases)
         start(task)
 
-    predicted = []
-    monkeypatch.setattr(Task, "on_train_start", trains, raising=False)
-    monkeypatch.setattr(
-        Task,
-        "_case",
-        lambda task, batch, folder: (
-            predicted.append((task.data().fold, batch["case"].name)),
-            case(task, batch, folder),
-        ),
-    )
+    def on_case(task, batch, folder):
+        predicted.append((task.data().fold, batch["case"].name))
+        case(task, batch, folder)
+
+    monkeypatch.setattr(SegmentationTask, "on_train_start", on_train_start)
+    monkeypatch.setattr(SegmentationTask, "_case", on_case)
     status, out = cross()
     assert status == 0
     assert sorted(name for _, name in predicted) == CASES
-    for fold, name in predicted:
-        assert name not in seen[fold]
     for fold in range(3):
         held = {name for place, name in predicted if place == fold}
-        assert seen[fold] == set(CASES) - held and len(held) in (2, 3)
+        assert trained[fold] == set(CASES) - held and len(held) in (2, 3)
         assert {case["name"] for case in metrics_of(run, f"fold_{fold}")["cases"]} == held
 
     pooled = metrics_of(run)
@@ -109,13 +98,13 @@ def test_every_case_is_predicted_once_by_a_network_that_has_not_seen_it(cross, t
 @pytest.mark.slow
 def test_a_fold_is_tested_with_the_averaged_weights(cross, tmp_path, monkeypatch):
     """Those in the checkpoint's state_dict, which `test` would take, not those trained on."""
-    start, tested = Task.on_test_start, []
+    start, tested = SegmentationTask.on_test_start, []
 
     def told(task):
         tested.append({key: value.clone() for key, value in task.state_dict().items()})
         start(task)
 
-    monkeypatch.setattr(Task, "on_test_start", told)
+    monkeypatch.setattr(SegmentationTask, "on_test_start", told)
     average = "--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging"
     assert cross(average, TWO, "--trainer.max_epochs=1")[0] == 0
     assert len(tested) == 2
@@ -130,9 +119,8 @@ def test_a_fold_is_tested_with_the_averaged_weights(cross, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_done_is_done_and_what_was_killed_goes_on(cross, tmp_path, monkeypatch):
-    """Killed in the second fold's second epoch: the second call trains that epoch, a third one
-    nothing."""
-    step, steps = Task.training_step, []
+    """Killed in the second fold's second epoch: the second call trains that epoch, a third one nothing."""
+    step, steps = SegmentationTask.training_step, []
 
     def told(task, batch, number, die=None):
         steps.append((task.data().fold, task.global_step))
@@ -141,7 +129,7 @@ def test_done_is_done_and_what_was_killed_goes_on(cross, tmp_path, monkeypatch):
         return step(task, batch, number)
 
     run = tmp_path / "run"
-    monkeypatch.setattr(Task, "training_step", lambda *a: told(*a, die=(1, 3)))
+    monkeypatch.setattr(SegmentationTask, "training_step", lambda *a: told(*a, die=(1, 3)))
     with pytest.raises(Killed):
         cross(TWO)
     assert steps == [(0, n) for n in range(4)] + [(1, n) for n in range(4)]
@@ -149,7 +137,7 @@ def test_done_is_done_and_what_was_killed_goes_on(cross, tmp_path, monkeypatch):
     assert list(metrics_of(run, "fold_1")) == ["fit"] and not (run / "metrics.json").exists()
 
     steps.clear()
-    monkeypatch.setattr(Task, "training_step", told)
+    monkeypatch.setattr(SegmentationTask, "training_step", told)
     first = (run / "fold_0" / "metrics.json").stat().st_mtime_ns
     assert cross(TWO)[0] == 0
     assert steps == [(1, 2), (1, 3)]

@@ -13,13 +13,14 @@ import torch
 
 from ndlightnet import NDLightUNet
 from tests.data.volume.files import HU, random_image, write, write_series
+from tests.training.segmentation.conftest import CLASSES
 
 COUNTED: list[Counter[Path]] = []  # of the tests that count now
 
 
-def _hook(event: str, given: tuple) -> None:
-    if COUNTED and event == "open" and isinstance(given[0], str | bytes | Path):
-        COUNTED[-1][Path(str(given[0]))] += 1
+def _hook(event: str, arguments: tuple) -> None:
+    if COUNTED and event == "open" and isinstance(arguments[0], str | bytes | Path):
+        COUNTED[-1][Path(str(arguments[0]))] += 1
 
 
 sys.addaudithook(_hook)  # it stays until the process ends
@@ -41,6 +42,10 @@ def opened(monkeypatch) -> Iterator[Counter[Path]]:
     COUNTED.remove(counts)
 
 
+def trained(checkpoints: list[Path], tmp_path: Path) -> tuple[str, ...]:
+    return f"--trainer.default_root_dir={tmp_path}/out", f"--ckpt_path={checkpoints[0]}", CLASSES
+
+
 @pytest.mark.slow
 def test_in_a_prediction(segment, checkpoints, tmp_path, monkeypatch, opened):
     folder = tmp_path / "in"
@@ -49,43 +54,31 @@ def test_in_a_prediction(segment, checkpoints, tmp_path, monkeypatch, opened):
         sitk.WriteImage(sitk.GetImageFromArray(random_image()), str(folder / name))
         files.append(folder / name)
     slices = sorted(write_series(folder / "series", HU).iterdir())
-    whole: Counter[Path] = Counter()
+    pixels: Counter[Path] = Counter()
     read = pydicom.dcmread
 
-    def told(file, *args, stop_before_pixels=False, **kwargs):
-        whole[Path(file)] += not stop_before_pixels
+    def counted(file, *args, stop_before_pixels=False, **kwargs):
+        pixels[Path(file)] += not stop_before_pixels
         return read(file, *args, stop_before_pixels=stop_before_pixels, **kwargs)
 
-    monkeypatch.setattr(pydicom, "dcmread", told)
+    monkeypatch.setattr(pydicom, "dcmread", counted)
     monkeypatch.setattr(NDLightUNet, "forward", lambda _, x: torch.cat([-x, x], 1))
     opened.clear()
-    done = segment(
-        "predict",
-        f"--trainer.default_root_dir={tmp_path}/out",
-        f"--ckpt_path={checkpoints[0]}",
-        "--model.net.init_args.out_channels=2",
-        f"--data.init_args.input={folder}",
-        "--model.dicom_seg=true",
-    )
+    more = (f"--data.init_args.input={folder}", "--model.dicom_seg=true")
+    done = segment("predict", *trained(checkpoints, tmp_path), *more)
     assert (done.status, done.errors) == (0, []), done.err[-2000:]
     out = tmp_path / "out" / "predictions"
     assert len(list(out.glob("*.png"))) == 5 and (out / "series.dcm").exists()
     expected = dict.fromkeys(files, 1)
     expected[folder / "c.nrrd"] = 2  # ITK does not tell the unit of the space: the header is read
     assert {file: opened[file] for file in files} == expected
-    assert whole == dict.fromkeys(slices, 1)  # what a slice is was asked of its header before
+    assert pixels == dict.fromkeys(slices, 1)  # what a slice is was asked of its header before
 
 
 @pytest.mark.slow
 def test_in_a_test(segment, checkpoints, decathlon, tmp_path, opened):
     files = [decathlon / kind / "3.nii.gz" for kind in ("images", "labels")]
-    done = segment(
-        "test",
-        f"--trainer.default_root_dir={tmp_path}/out",
-        f"--ckpt_path={checkpoints[0]}",
-        "--model.net.init_args.out_channels=2",
-        f"--data.init_args.root={decathlon}",
-    )
+    done = segment("test", *trained(checkpoints, tmp_path), f"--data.init_args.root={decathlon}")
     assert (done.status, done.errors) == (0, []), done.err[-2000:]
     assert (tmp_path / "out" / "test" / "3.png").exists()
     assert {file: opened[file] for file in files} == dict.fromkeys(files, 1)

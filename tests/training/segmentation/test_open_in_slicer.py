@@ -8,23 +8,18 @@ from types import SimpleNamespace
 SCRIPT = Path(__file__).parents[3] / "tasks" / "open_in_slicer.py"
 
 
-class Segment:
-    def __init__(self, label):
-        self.label, self.name = label, f"Segment_{label}"
-
-    def GetLabelValue(self):
-        return self.label
-
-    def SetName(self, name):
-        self.name = name
+def segment(label: int) -> SimpleNamespace:
+    """A segment of Slicer's with an attribute `name`."""
+    one = SimpleNamespace(name=f"Segment_{label}", GetLabelValue=lambda: label)
+    one.SetName = lambda name: setattr(one, "name", name)
+    return one
 
 
 def test_segments_get_the_names_of_their_labels(tmp_path, monkeypatch):
     """Also where a class is absent from the labels."""
-    (tmp_path / "cases.csv").write_text(
-        "case,class,dice\na,liver,\na,spleen,\na,kidney,\nb,liver,\nb,spleen,\nb,kidney,\n"
-    )
-    segments, opened = [Segment(1), Segment(3), Segment(4)], []
+    lines = [f"{case},{name}," for case in "ab" for name in ("liver", "spleen", "kidney")]
+    (tmp_path / "cases.csv").write_text("\n".join(["case,class,dice", *lines, ""]))
+    segments, opened = [segment(1), segment(3), segment(4)], []
     inside = SimpleNamespace(GetNumberOfSegments=lambda: len(segments), GetNthSegment=segments.__getitem__)
     node = SimpleNamespace(
         GetSegmentation=lambda: inside, CreateClosedSurfaceRepresentation=lambda: opened.append("surfaces")

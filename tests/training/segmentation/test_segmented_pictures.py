@@ -18,26 +18,20 @@ from ndlightnet.training.segmentation.plan import plan
 SIZES = ((40, 30), (33, 47), (38, 41))  # width, height
 
 
-def draw(folder: Path, ending: str = ".png", colour: bool = True) -> Path:
+def draw(folder: Path, ending: str = ".png", mode: str = "RGB") -> Path:
     """Bright discs (class 1) on noise; the last case is for `test`."""
     rng = np.random.default_rng(0)
     for number, (wide, high) in enumerate(SIZES):
         kind = "Ts" if number == 2 else "Tr"
         y, x = np.mgrid[:high, :wide]
         label = ((x - wide * 0.3) ** 2 + (y - high * 0.6) ** 2 < 60).astype(np.uint8)
-        shape = (high, wide, 3) if colour else (high, wide)
-        image = rng.integers(0, 60, shape) + 150 * label.reshape(high, wide, *[1] * colour)
-        for what, cells, end in (("images", image.astype(np.uint8), f"_0000{ending}"), ("labels", label, ending)):
+        image = rng.integers(0, 60, (high, wide, len(mode))) + 150 * label[..., None]
+        for what, cells, end in (("images", image.squeeze(), f"_0000{ending}"), ("labels", label, ending)):
             path = folder / f"{what}{kind}" / f"c{number}{end}"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(cells).save(path, dpi=(200, 100))
-    channels = "RGB" if colour else "L"
-    listing = {
-        "channel_names": {str(i): name for i, name in enumerate(channels)},
-        "labels": {"background": 0, "disc": 1},
-        "numTraining": 2,
-        "file_ending": ending,
-    }
+            Image.fromarray(cells.astype(np.uint8)).save(path, dpi=(200, 100))
+    listing = {"channel_names": dict(enumerate(mode)), "labels": {"background": 0, "disc": 1}}
+    listing |= {"numTraining": 2, "file_ending": ending}
     (folder / "dataset.json").write_text(json.dumps(listing))
     return folder
 
@@ -57,25 +51,25 @@ def options(root: Path, out: Path, channels: int = 3) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending, colour", [(".png", True), (".tif", False)])
-def test_fit_test_predict(segment, tmp_path, ending, colour):
-    root, out = draw(tmp_path / "set", ending, colour), tmp_path / "out"
-    given = options(root, out, 3 if colour else 1)
+@pytest.mark.parametrize("ending, mode", [(".png", "RGB"), (".tif", "L")])
+def test_fit_test_predict(segment, tmp_path, ending, mode):
+    root, out = draw(tmp_path / "set", ending, mode), tmp_path / "out"
+    common = options(root, out, len(mode))
     more = ["--trainer.max_epochs=3", "--data.init_args.batches=20", "--model.lr=1e-2"]
-    assert segment("fit", *given, *more).status == 0
+    assert segment("fit", *common, *more).status == 0
     ckpt = f"--ckpt_path={out}/checkpoints/last.ckpt"
-    assert segment("test", *given, ckpt).status == 0
+    assert segment("test", *common, ckpt).status == 0
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["cases"][0]["name"] == "c2" and metrics["mean_dice"] > 0.8
-    done = segment("predict", *given, ckpt, f"--data.init_args.input={root / 'imagesTs'}")
+    done = segment("predict", *common, ckpt, f"--data.init_args.input={root / 'imagesTs'}")
     assert done.status == 0, done.err
     with Image.open(out / "predictions" / "labels" / f"c2{ending}") as image:
-        found = np.array(image)
+        labels = np.array(image)
         assert image.mode == "L" and image.size == SIZES[2]
         assert image.info["dpi"] == pytest.approx((200, 100), rel=1e-3)
     with Image.open(root / "labelsTs" / f"c2{ending}") as image:
-        true = np.array(image)
-    dice = 2 * (found & true).sum() / (found.sum() + true.sum())
+        truth = np.array(image)
+    dice = 2 * (labels & truth).sum() / (labels.sum() + truth.sum())
     assert dice == pytest.approx(metrics["mean_dice"], abs=1e-5)  # in place, not mirrored
     assert (out / "predictions" / "c2.png").is_file()  # the picture of the case
 
@@ -97,8 +91,12 @@ def test_cases_are_read_as_they_lie(tmp_path):
         volume.save_labels(labels, tmp_path / "x.nii.gz")
 
 
-def saved(path: Path, image: Image.Image, **how: object) -> Volume:
-    image.save(path, **how)
+def read(path: Path, image: Image.Image | np.ndarray, **options: object) -> Volume:
+    """The volume of an image, or of cells of 16 bits, in a file."""
+    if isinstance(image, Image.Image):
+        image.save(path, **options)
+    else:
+        sitk.WriteImage(sitk.GetImageFromArray(image, isVector=True), path)
     return Volume.read(Case("x", (path,), None))
 
 
@@ -106,69 +104,55 @@ def test_palettes_alpha_and_depth(tmp_path):
     cells = np.arange(12, dtype=np.uint8).reshape(3, 4)
     palette = Image.fromarray(cells)
     palette.putpalette([255 - i // 3 for i in range(768)])
-    colours = saved(tmp_path / "p.png", palette)
+    colours = read(tmp_path / "p.png", palette)
     np.testing.assert_array_equal(colours.image[2, :, :, 0].numpy().T, 255 - cells)
     assert len(colours.image) == 3 and "palette, taken as RGB" in colours.notes[0]
     labelled = Volume.read(Case("p", (tmp_path / "p.png",), tmp_path / "p.png"))
     np.testing.assert_array_equal(labelled.label[0, :, :, 0].numpy().T, cells)
-    clear = saved(tmp_path / "a.png", Image.new("RGBA", (4, 3), (1, 2, 3, 4)))
+    clear = read(tmp_path / "a.png", Image.new("RGBA", (4, 3), (1, 2, 3, 4)))
     assert clear.image[:, 0, 0, 0].tolist() == [1, 2, 3] and "alpha" in clear.notes[0]
-    deep = saved(tmp_path / "d.png", Image.fromarray(cells.astype(np.uint16) * 5000))
-    np.testing.assert_array_equal(deep.image[0, :, :, 0].numpy().T, cells * 5000.0)
-    flat = saved(tmp_path / "f.tif", Image.fromarray(cells.astype(np.float32) / 8))
-    np.testing.assert_array_equal(flat.image[0, :, :, 0].numpy().T, cells / 8)
+    for name, deep in (("d.png", cells.astype(np.uint16) * 5000), ("f.tif", cells.astype(np.float32) / 8)):
+        np.testing.assert_array_equal(read(tmp_path / name, Image.fromarray(deep)).image[0, :, :, 0].numpy().T, deep)
 
 
 @pytest.mark.parametrize("ending", [".png", ".tif"])
 @pytest.mark.parametrize("channels", [3, 4])
 def test_colours_of_16_bits_keep_them(tmp_path, ending, channels):
     cells = np.random.default_rng(0).integers(0, 2**16, (3, 4, channels), np.uint16)
-    path = tmp_path / f"x{ending}"
-    sitk.WriteImage(sitk.GetImageFromArray(cells, isVector=True), path)
-    volume = Volume.read(Case("x", (path,), None))
+    volume = read(tmp_path / f"x{ending}", cells)
     np.testing.assert_array_equal(volume.image[..., 0].numpy().T, cells[..., :3])
     assert len(volume.notes) == channels - 3  # that alpha is left out
 
 
-def test_16_bits_of_grey_with_alpha_are_refused(tmp_path):
-    path, cells = tmp_path / "x.png", np.ones((3, 4, 2), np.uint16)
-    sitk.WriteImage(sitk.GetImageFromArray(cells, isVector=True), path)
-    with pytest.raises(DataError, match=f"^{path}: has 16 bits a channel, expected 8"):
-        Volume.read(Case("x", (path,), None))
-
-
-def test_channels_in_different_sizes_are_refused(tmp_path):
+def test_what_cannot_be_used_is_one_line(tmp_path):
+    bad = tmp_path / "x.png"
+    with pytest.raises(DataError, match=f"^{bad}: has 16 bits a channel, expected 8"):  # grey with alpha
+        read(bad, np.ones((3, 4, 2), np.uint16))
+    bad.write_text("no picture")
+    with pytest.raises(DataError, match=f"^{bad}: cannot be read"):
+        Volume.read(Case("x", (bad,), None))
+    with pytest.raises(DataError, match=f"^{bad}: is not a NIfTI.*data.patch of 2"):
+        find_inputs(bad)
+    assert [case.name for case in find_inputs(bad, pictures=True)] == ["x"]
+    with pytest.raises(DataError, match=f"^{tmp_path}/x.tif: has 2 pages"):
+        read(tmp_path / "x.tif", Image.new("L", (4, 4)), save_all=True, append_images=[Image.new("L", (4, 4))])
     files = tmp_path / "a_0000.png", tmp_path / "a_0001.png"
     for file, size in zip(files, [(6, 4), (6, 5)], strict=True):
         Image.new("L", size).save(file)
-    said = f"^{files[1]}: is 6 x 5 pixels, {files[0]} is 6 x 4; expected one size"
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=f"^{files[1]}: is 6 x 5 pixels, {files[0]} is 6 x 4; expected one size"):
         Volume.read(Case("a", files, None))
 
 
 def test_numbered_files_are_channels_if_grey_and_cases_if_coloured(tmp_path):
     for number in range(3):
         Image.new("RGB", (4, 3)).save(tmp_path / f"IMG_{number:04}.jpg")
-    found = find_inputs(tmp_path, 3, pictures=True)
-    assert [case.name for case in found] == ["IMG_0000", "IMG_0001", "IMG_0002"]
-    assert all(len(case.images) == 1 for case in found)
+    cases = find_inputs(tmp_path, 3, pictures=True)
+    assert [case.name for case in cases] == ["IMG_0000", "IMG_0001", "IMG_0002"]
+    assert all(len(case.images) == 1 for case in cases)
     for number in range(3):
         Image.new("L", (4, 3)).save(tmp_path / f"IMG_{number:04}.jpg")
     (case,) = find_inputs(tmp_path, 3, pictures=True)
     assert case.name == "IMG" and len(case.images) == 3
-
-
-def test_what_cannot_be_used_is_one_line(tmp_path, segment):
-    (tmp_path / "x.png").write_text("no picture")
-    with pytest.raises(DataError, match=f"^{tmp_path}/x.png: cannot be read"):
-        Volume.read(Case("x", (tmp_path / "x.png",), None))
-    pages = [Image.new("L", (4, 4)), Image.new("L", (4, 4))]
-    pages[0].save(tmp_path / "x.tif", save_all=True, append_images=pages[1:])
-    with pytest.raises(DataError, match=f"^{tmp_path}/x.tif: has 2 pages"):
-        Volume.read(Case("x", (tmp_path / "x.tif",), None))
-    with pytest.raises(DataError, match=f"^{tmp_path}/x.png: is not a NIfTI.*data.patch of 2"):
-        find_inputs(tmp_path / "x.png")
-    assert [c.name for c in find_inputs(tmp_path / "x.png", pictures=True)] == ["x"]
 
 
 def test_plan_says_that_it_is_for_volumes(tmp_path):
@@ -193,14 +177,12 @@ def test_an_orientation_tag_turns_the_picture_upright(tmp_path, ending, turn):
     tag = Image.Exif()
     tag[0x0112] = turn
     path = tmp_path / f"a_0000{ending}"
-    image.save(path, exif=tag)
     if (ending, turn) == (".tif", 6):
         with pytest.raises(DataError, match="orientation tag 6"):
-            Volume.read(Case("a", (path,), None))
+            read(path, image, exif=tag)
         return
-    volume = Volume.read(Case("a", (path,), None))
+    volume = read(path, image, exif=tag)
     upright = np.asarray(image.transpose({3: Image.ROTATE_180, 6: Image.ROTATE_270}[turn]))
-    found = np.asarray(volume.image)[0, :, :, 0].T
-    assert found.shape == upright.shape
-    assert np.abs(found - upright).max() < 30  # JPEG
+    cells = np.asarray(volume.image)[0, :, :, 0].T
+    assert cells.shape == upright.shape and np.abs(cells - upright).max() < 30  # JPEG
     assert "turned upright" in " ".join(volume.notes)

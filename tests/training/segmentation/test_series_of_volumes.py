@@ -1,5 +1,5 @@
-"""Series of volumes over time through fit, test and predict, by a network of four axes and frame by
-frame; their measures and pictures; what does not fit together is one line."""
+"""Series of volumes over time through fit, test and predict, by a network of four axes and frame by frame; their
+measures and pictures; what does not fit together is one line."""
 
 import json
 from pathlib import Path
@@ -15,15 +15,13 @@ from ndlightnet import NDLightUNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.made.moving_phantoms import FRAMES, LABELS, make_moving_phantoms
 from ndlightnet.models import FrameByFrame, FramesAsChannels
-from ndlightnet.training import SegmentationTask, VolumeData
-from ndlightnet.training.core.cli import task_cli
 from ndlightnet.training.segmentation.bundle import bundle
 from ndlightnet.training.segmentation.case_figure import save_case
 from ndlightnet.training.segmentation.metrics import measure_case
-from ndlightnet.training.segmentation.plan import plan
 from ndlightnet.training.segmentation.segmentation_task import _shrunk
 
 NET = "--model.net.init_args"
+NAME = "moving_phantom_002.nii.gz"  # of the test case
 # laid over the tests' config: crops of series, and a network of four axes
 FOUR = (
     f"{NET}.dims=4",
@@ -49,103 +47,79 @@ def run(moving, segment, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("run")
     common = (*FOUR, f"--trainer.default_root_dir={out}", f"--data.init_args.root={moving}")
     checkpoint = f"--ckpt_path={out}/checkpoints/last.ckpt"
-    given = f"--data.init_args.input={moving}/imagesTs"
-    whole = ("predict", checkpoint, given, "--model.window=null")
-    for command in (("fit",), ("test", checkpoint), whole):
+    series = f"--data.init_args.input={moving}/imagesTs"
+    for command in (("fit",), ("test", checkpoint), ("predict", checkpoint, series, "--model.window=null")):
         done = segment(command[0], *common, *command[1:])
         assert (done.status, done.errors) == (0, []), done.err[-2000:]
     return out
 
 
 def test_labels_are_written_on_the_grid_of_the_series(run, moving):
-    source = nibabel.load(moving / "imagesTs" / "moving_phantom_002.nii.gz")
+    source = nibabel.load(moving / "imagesTs" / NAME)
     assert source.affine[0, 0] < 0
     for kind in ("test", "predictions"):
-        guess = nibabel.load(run / kind / "moving_phantom_002.nii.gz")
+        guess = nibabel.load(run / kind / NAME)
         assert guess.shape == source.shape and guess.shape[3] == FRAMES
         np.testing.assert_array_equal(guess.affine, source.affine)
-        assert guess.header["pixdim"][4] == 0.5
-        assert guess.header.get_xyzt_units() == ("mm", "sec")
-
-
-def test_dice_in_the_metrics_is_that_of_the_files(run, moving):
-    """Over all frames, both as they are on disk."""
-    name = "moving_phantom_002.nii.gz"
-    a, b = (np.asarray(nibabel.load(path).dataobj) for path in (run / "test" / name, moving / "labelsTs" / name))
-    dice = [2 * ((a == n) & (b == n)).sum() / ((a == n).sum() + (b == n).sum()) for n in range(1, len(LABELS))]
-    metrics = json.loads((run / "metrics.json").read_text())
-    np.testing.assert_allclose(list(metrics["dice"].values()), dice, atol=1e-5)
-    assert tuple(metrics["dice"]) == LABELS[1:]
-    assert metrics["gflops"] > 0
-
-
-def test_a_picture_and_a_page(run):
-    for kind in ("test", "predictions"):
+        assert guess.header["pixdim"][4] == 0.5 and guess.header.get_xyzt_units() == ("mm", "sec")
         picture = matplotlib.image.imread(run / kind / "moving_phantom_002.png")
         assert picture.shape[0] > 200 and picture.shape[1] > 600 and picture.std() > 0.05
         assert 'src="moving_phantom_002.png"' in (run / kind / "index.html").read_text()
 
 
+def test_dice_in_the_metrics_is_that_of_the_files(run, moving):
+    """Over all frames, both as they are on disk."""
+    a, b = (np.asarray(nibabel.load(path).dataobj) for path in (run / "test" / NAME, moving / "labelsTs" / NAME))
+    dice = [2 * ((a == n) & (b == n)).sum() / ((a == n).sum() + (b == n).sum()) for n in range(1, len(LABELS))]
+    metrics = json.loads((run / "metrics.json").read_text())
+    np.testing.assert_allclose(list(metrics["dice"].values()), dice, atol=1e-5)
+    assert tuple(metrics["dice"]) == LABELS[1:] and metrics["gflops"] > 0
+
+
 def test_prediction_is_that_of_the_network(run, moving):
     """Oracle: the volume by nibabel, turned by hand, scaled, and the network at once."""
-    source = nibabel.load(moving / "imagesTs" / "moving_phantom_002.nii.gz")
+    source = nibabel.load(moving / "imagesTs" / NAME)
     image = np.asarray(source.dataobj, np.float32)[::-1, ::-1].transpose(3, 0, 1, 2).copy()
     low, high = np.percentile(image, (0.5, 99.5))
     clipped = image.clip(low, high)
     x = torch.from_numpy((clipped - clipped.mean()) / clipped.std()).float()
-    net = NDLightUNet(
-        4,
-        1,
-        5,
-        widths=[4, 8],
-        convs=[1, 1],
-        depths=[0, 1],
-        strides=[(1, 2, 2, 2)],
-        deep_supervision=True,
-        drop_path_rate=0.3,
-    ).eval()
+    sizes = {"widths": [4, 8], "convs": [1, 1], "depths": [0, 1], "strides": [(1, 2, 2, 2)]}
+    net = NDLightUNet(4, 1, 5, **sizes, deep_supervision=True).eval()
     saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     net.load_state_dict({k[4:]: v for k, v in saved.items() if k.startswith("net.")})
     with torch.no_grad():
         guess = net(x[None, None])[0].argmax(0).numpy().transpose(1, 2, 3, 0)[::-1, ::-1]
-    written = nibabel.load(run / "predictions" / "moving_phantom_002.nii.gz")
+    written = nibabel.load(run / "predictions" / NAME)
     assert (np.asarray(written.dataobj) == guess).mean() > 0.9999  # logits are equal up to rounding
 
 
-REFUSED = {
-    "three axes": (
-        (f"{NET}.dims=3", f"{NET}.strides=[2]"),
-        "model.net: dims=3, expected dims=4 for data.patch: [4, 8, 8, 8]",
-    ),
-    "a window of space": (("--model.window=[8,8,8]",), "model.window: [8, 8, 8], expected 4 sizes"),
-    "five sizes": (("--data.init_args.patch=[1,1,8,8,8]",), "data.patch: [1, 1, 8, 8, 8], "),
-    "DICOM-SEG": (("--model.dicom_seg=true",), "model.dicom_seg: True, expected false"),
-    "strides in time": (
-        (f"{NET}.causal=true", f"{NET}.strides=[2]"),
-        "strides=[2]: expected 1 along the first axis if causal=True",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_fit_is_one_line(what, moving, segment, tmp_path):
-    options, words = REFUSED[what]
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([f"{NET}.dims=3", f"{NET}.strides=[2]"], "model.net: dims=3, expected dims=4 for data.patch: [4, 8, 8, 8]"),
+        (["--model.window=[8,8,8]"], "model.window: [8, 8, 8], expected 4 sizes"),
+        (["--data.init_args.patch=[1,1,8,8,8]"], "data.patch: [1, 1, 8, 8, 8], "),
+        (["--model.dicom_seg=true"], "model.dicom_seg: True, expected false"),
+        ([f"{NET}.causal=true", f"{NET}.strides=[2]"], "strides=[2]: expected 1 along the first axis if causal=True"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(options, words, moving, segment, tmp_path):
     done = segment("fit", *FOUR, f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={moving}", *options)
     assert done.status and words in done.err, done.err[-2000:]
 
 
 def test_a_bundle_of_a_series_is_refused(run, moving, tmp_path):
-    given = [f"--ckpt_path={run}/checkpoints/last.ckpt", f"--out={tmp_path}/b"]
+    files = [f"--ckpt_path={run}/checkpoints/last.ckpt", f"--out={tmp_path}/b"]
     with pytest.raises(DataError, match=r"expected 3 sizes: .* series over time"):
-        bundle([f"--config={run}/config.yaml", *given])
+        bundle([f"--config={run}/config.yaml", *files])
 
 
 def test_a_bad_series_is_listed_and_the_others_go_on(run, moving, segment, tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
-    whole = nibabel.load(moving / "imagesTs" / "moving_phantom_002.nii.gz")
-    nibabel.save(whole.slicer[..., :3], folder / "few.nii.gz")
-    nibabel.save(whole.slicer[..., 0], folder / "one.nii.gz")
+    series = nibabel.load(moving / "imagesTs" / NAME)
+    nibabel.save(series.slicer[..., :3], folder / "few.nii.gz")
+    nibabel.save(series.slicer[..., 0], folder / "one.nii.gz")
     five = nibabel.Nifti1Image(np.zeros((4, 4, 4, 2, 2), np.float32), np.eye(4))
     nibabel.save(five, folder / "five.nii.gz")
     done = segment(
@@ -158,22 +132,7 @@ def test_a_bad_series_is_listed_and_the_others_go_on(run, moving, segment, tmp_p
     assert done.status == 1 and len(done.errors) == 1, done.err
     assert "five.nii.gz: should have 3 axes (or 2, or 4 with channels or frames)" in done.errors[0]
     shapes = [nibabel.load(tmp_path / f"out/predictions/{n}.nii.gz").shape for n in ("few", "one")]
-    assert shapes == [(*whole.shape[:3], 3), whole.shape[:3]]
-
-
-@pytest.mark.slow
-def test_a_plan_of_series_trains(moving, tmp_path):
-    plan(str(moving), str(tmp_path), size="S", memory=2.0, workers=0, frames=4)
-    file = str(tmp_path / "plan.yaml")
-    cli = task_cli(SegmentationTask, VolumeData, ["--config", file], run=False)
-    assert cli.datamodule.patch[0] == 4 and cli.model.net.dims == 4
-    cli.model.data = lambda: cli.datamodule
-    cli.datamodule.setup("fit")
-    cli.model.setup("fit")
-    image, label, _ = cli.datamodule.crops[0]
-    assert image.shape == label.shape == (1, *cli.datamodule.patch)
-    first = cli.model.net.train()(image[None])[0]
-    assert first.shape == (1, 5, *cli.datamodule.patch) and first.isfinite().all()
+    assert shapes == [(*series.shape[:3], 3), series.shape[:3]]
 
 
 # --------------------------------------------------------------------------------- frame by frame
@@ -217,18 +176,17 @@ def test_measures_of_a_series():
     labels[1][labels[1] == 2] = 0
     labels[2][labels[2] == 2] = 1
     frames = [measure_case(a, b, 3, spacing) for a, b in zip(labels, truth, strict=True)]
+    counted = {("hd95_mm", 1): 3, ("nsd", 1): 3, ("hd95_mm", 2): 1, ("nsd", 2): 2}  # frames that have a value
     for number, row in enumerate(measure_case(labels, truth, 3, spacing), 1):
         for key in ("hd95_mm", "nsd"):
-            known = [f[number - 1][key] for f in frames if f[number - 1][key] == f[number - 1][key]]
-            assert row[key] == pytest.approx(np.mean(known)) and len(known) == (
-                {"hd95_mm": 1, "nsd": 2}[key] if number == 2 else 3
-            )
+            values = [frame[number - 1][key] for frame in frames]
+            assert row[key] == pytest.approx(np.nanmean(values))
+            assert np.isfinite(values).sum() == counted[key, number]
         for key, what in (("volume_ml", labels), ("truth_ml", truth)):
             assert row[key] == pytest.approx((what == number).sum().item() * 6 / 1000 / 3)
         both = ((labels == number) & (truth == number)).sum()
         sizes = (labels == number).sum() + (truth == number).sum()
         assert row["dice"] == pytest.approx((2 * both / sizes).item())
-    assert np.isnan(measure_case(labels, None, 3, spacing)[0]["dice"])
     with pytest.raises(ValueError, match="spacing: expected 4"):
         measure_case(labels, truth, 3, (1.0, 2.0))
 
@@ -241,20 +199,20 @@ def test_a_picture_has_the_first_the_middle_and_the_last_frame(frames, tmp_path,
     labels = torch.zeros(frames, 8, 7, 6, dtype=torch.long)
     labels[:, 2:4, 3:5, 4] = 1
     save_case(tmp_path / "a.png", "a", image, labels, labels, (1, 1, 2), ("b", "c"), 0.25)
-    found = [title for title in titles if title.startswith("axial")]
     expected = {1: [1], 2: [1, 2], 7: [1, 4, 7]}[frames]
-    assert found == [f"axial 5/6, frame {t}/{frames}, {(t - 1) * 0.25:.3g} s" for t in expected]
+    axial = [title for title in titles if title.startswith("axial")]
+    assert axial == [f"axial 5/6, frame {t}/{frames}, {(t - 1) * 0.25:.3g} s" for t in expected]
     assert (tmp_path / "a.png").exists()
 
 
 @pytest.mark.parametrize("space", [(3, 4), (2, 5, 3), (3, 2, 5, 4)])
 def test_labels_of_coarser_levels_are_the_nearest(space):
     """As torch's nearest-exact, where it has that."""
-    whole = tuple(2 * n - (n % 2) for n in space)
-    label = torch.randint(0, 9, (2, 1, *whole), dtype=torch.int16)
-    found = _shrunk(label, torch.Size(space))
-    assert found.shape == (2, 1, *space) and found.dtype == torch.int16
+    fine = tuple(2 * n - (n % 2) for n in space)
+    label = torch.randint(0, 9, (2, 1, *fine), dtype=torch.int16)
+    coarse = _shrunk(label, torch.Size(space))
+    assert coarse.shape == (2, 1, *space) and coarse.dtype == torch.int16
     if len(space) < 4:
         nearest = nn.functional.interpolate(label.float(), space, mode="nearest-exact")
-        assert torch.equal(found, nearest.short())
-    assert _shrunk(label, torch.Size(whole)) is label
+        assert torch.equal(coarse, nearest.short())
+    assert _shrunk(label, torch.Size(fine)) is label

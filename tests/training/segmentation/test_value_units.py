@@ -34,10 +34,10 @@ def test_a_training_keeps_the_unit_that_its_cases_share(tmp_path, capsys, units,
     data.setup("fit")
     assert data.value_units == (shared,)
     assert ("in different units" in capsys.readouterr().err) == (len(set(units)) > 1)
-    other = VolumeData("none", [4, 4, 4])
+    loaded = VolumeData("none", [4, 4, 4])
     if saved := data.state_dict():
-        other.load_state_dict(saved)
-    assert other.value_units == ((shared,) if shared else ())
+        loaded.load_state_dict(saved)
+    assert loaded.value_units == ((shared,) if shared else ())
 
 
 @pytest.mark.parametrize(
