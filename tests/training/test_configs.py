@@ -125,13 +125,15 @@ def batch_for(cli: TaskCLI):
 def one_step(cli: TaskCLI) -> None:
     """The loss is finite, every parameter gets a gradient, and those with one move."""
     task = cli.model.train()
-    task._trainer = SimpleNamespace(estimated_stepping_batches=20, datamodule=cli.datamodule)
+    task._trainer = SimpleNamespace(
+        estimated_stepping_batches=20, num_training_batches=5, accumulate_grad_batches=1, datamodule=cli.datamodule
+    )
     task.log = lambda *_, **__: None
     if isinstance(task, GenerationTask):
         task.codec, task.space = Pixels(cli.datamodule), (4,) * task.net.dims
         for value in task.net.parameters():  # else the zeros let nothing through
             torch.nn.init.normal_(value, std=0.02) if not value.any() else None
-    optimizer = adamw_with_cosine(task, task.net, task.lr, task.weight_decay)["optimizer"]
+    optimizer = adamw_with_cosine(task, task.net)["optimizer"]
     before = {name: value.detach().clone() for name, value in task.net.named_parameters()}
     loss = task.training_step(batch_for(cli), 0)
     assert loss.ndim == 0 and loss.isfinite()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 Cost = tuple[float, int]  # seconds, and the peak of memory (bytes)
@@ -23,19 +24,18 @@ class Meter:
     """Measures time and memory from its creation; waits for the device then and in `read`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        if device.type == "cuda":
+        self.device, self.cuda = device, device.type == "cuda"
+        if self.cuda:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
         self.start = time.perf_counter()
 
     def read(self) -> Cost:
         """Return seconds and the peak memory of tensors on a CUDA device (bytes; else 0)."""
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - self.start
-        cuda = self.device.type == "cuda"
-        return seconds, torch.cuda.max_memory_allocated(self.device) if cuda else 0
+        return seconds, torch.cuda.max_memory_allocated(self.device) if self.cuda else 0
 
 
 class CostMonitor(L.Callback):
@@ -183,26 +183,12 @@ def state_size(net: nn.Module) -> int | None:
 def latencies(task: L.LightningModule, *inputs: Tensor) -> dict[str, float]:
     """Return the milliseconds of a forward pass of `task.net`, in the precision of tests, for a
     batch and for its first sample."""
-    found: dict[str, float] = {}
-    net: Any = task.net
-    plugin = task.trainer.precision_plugin
-    with torch.no_grad(), plugin.forward_context():
-        for name, some in (("latency_ms", inputs), ("latency_one_ms", [x[:1] for x in inputs])):
-            found[name] = 1e3 * median_seconds(partial(net, *some), task.device)
-    return found
+    batches = {"latency_ms": inputs, "latency_one_ms": [x[:1] for x in inputs]}
+    with torch.no_grad(), task.trainer.precision_plugin.forward_context():
+        return {name: 1e3 * median_seconds(partial(task.net, *batch)) for name, batch in batches.items()}  # type: ignore[arg-type]
 
 
-def median_seconds(call: Callable[[], Any], device: torch.device, most: int = 30, budget: float = 2.0) -> float:
-    """Return the median time of `most` calls, or of fewer (3 at least) if they take more than
-    `budget` seconds. Two calls before them are not timed."""
-    found: list[float] = []
-    for number in range(2 + most):
-        if len(found) >= 3 and sum(found) > budget:
-            break
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if number >= 2:
-            found.append(time.perf_counter() - start)
-    return statistics.median(found)
+def median_seconds(call: Callable[[], Any]) -> float:
+    """Return the median time of a call, after calls to warm up; the device is waited for."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange().median)

@@ -82,7 +82,7 @@ class PretrainTask(Task):
     def configure_optimizers(self) -> Any:
         check("model.layer_decay", self.layer_decay, self.layer_decay is None, "null")
         both = nn.ModuleDict({"net": self.net, "decoder": self.decoder})
-        return adamw_with_cosine(self, both, self.lr, self.weight_decay, self.warmup_epochs, self.min_lr)
+        return adamw_with_cosine(self, both)
 
     def samples(self, batch: Any) -> Tensor:
         """Return what the network sees of a batch: (samples, channels, *space)."""

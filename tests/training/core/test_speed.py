@@ -49,17 +49,17 @@ def step(kind: str, **flags: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
     torch.manual_seed(2)  # dropout
     loss = task.training_step(batch, 0)
     loss.backward()
-    found = {name: p.grad for name, p in task.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **found}, list(task.state_dict())
+    grads = {name: p.grad for name, p in task.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **grads}, list(task.state_dict())
 
 
 def compare(close, kind: str, **flags: bool) -> None:
-    (plain, names), (other, same) = step(kind), step(kind, **flags)
-    assert same == names and other.keys() == plain.keys() and len(plain) > 10
+    (plain, names), (changed, same) = step(kind), step(kind, **flags)
+    assert same == names and changed.keys() == plain.keys() and len(plain) > 10
     scale = max(float(x.abs().max()) for x in plain.values())
     for name, value in plain.items():
-        assert float((other[name] - value).abs().max()) < 1e-5 * scale, name
-    close(other["loss"], plain["loss"], 1e-5)
+        assert float((changed[name] - value).abs().max()) < 1e-5 * scale, name
+    close(changed["loss"], plain["loss"], 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -74,7 +74,7 @@ def test_nearest_is_found_batch_by_batch():
     torch.manual_seed(0)
     queries, train = torch.randn(7, 4), torch.randn(30, 4)
     labels, pixels = torch.arange(30), torch.arange(30)[:, None]
-    nearest = Nearest(queries, shown=[0, 5, 2], count=4)
+    nearest = Nearest(queries, chosen=[0, 5, 2], count=4)
     for part in (slice(0, 3), slice(3, 20), slice(20, 30)):
         nearest.update(train[part], labels[part], pixels[part])
     gaps = torch.cdist(queries, train)
@@ -124,6 +124,6 @@ def test_a_copy_of_a_training_sample_is_at_distance_0():
     train = 30 + torch.randn(60, 3000, generator=torch.Generator().manual_seed(0))
     queries = torch.cat([train[:30], train[:30] + 1])
     assert torch.cdist(queries, train)[:30].diagonal().max() > 0  # else nothing is tested
-    nearest = Nearest(queries, shown=[0])
+    nearest = Nearest(queries, chosen=[0])
     nearest.update(train, torch.arange(60), torch.zeros(60, 1, 2, 2, dtype=torch.uint8))
     assert not nearest.distances[:30].any() and nearest.labels[:30].tolist() == [*range(30)]
