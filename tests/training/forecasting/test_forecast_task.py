@@ -69,8 +69,8 @@ def trained(folder, forecast, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("trained")
     common = (f"--trainer.default_root_dir={out}", f"--data.init_args.root={folder}")
     assert forecast("fit", *common)[::2] == (0, [])
-    status, said, failed = forecast("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
-    assert (status, failed) == (0, []) and "over 91 windows" in said
+    status, summary, failed = forecast("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
+    assert (status, failed) == (0, []) and "over 91 windows" in summary
     assert matplotlib.image.imread(out / "test_windows.png").std() > 0.05
     return out
 
@@ -97,13 +97,13 @@ def test_scaled_by_the_training_rows_alone(folder, tmp_path, close):
     values = read_series(folder / "hours.csv").values
     values[500:] = torch.rand(250, 2) * 1e4
     write_series(tmp_path / "hours.csv", Series(("A", "OT"), START, values))
-    plain, other = opened(folder), opened(tmp_path)
+    plain, changed = opened(folder), opened(tmp_path)
     mean, deviation = plain.scale
     close(mean, values[:500].mean(0), 1e-12)
     close(deviation, values[:500].std(0, correction=0), 1e-12)
-    assert torch.equal(mean, other.scale[0]) and torch.equal(deviation, other.scale[1])
-    assert len(plain.train_set) == len(other.train_set) == 500 - 78 + 1
-    for mine, theirs in zip(plain.train_set[422], other.train_set[422], strict=True):
+    assert torch.equal(mean, changed.scale[0]) and torch.equal(deviation, changed.scale[1])
+    assert len(plain.train_set) == len(changed.train_set) == 500 - 78 + 1
+    for mine, theirs in zip(plain.train_set[422], changed.train_set[422], strict=True):
         assert torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs))
     rows = torch.stack([plain.train_set[i][0][0] for i in range(423)])
     close(plain.unscaled(rows), values[:423], 1e-6)
@@ -114,10 +114,10 @@ def test_an_input_ends_where_its_target_begins(folder, tmp_path):
     values, first = read_series(folder / "hours.csv").values, 600
     values[first:] += 100
     write_series(tmp_path / "hours.csv", Series(("A", "OT"), START, values))
-    (seen, times, target, _), (again, hours, other, _) = (opened(place).test_set[0] for place in (folder, tmp_path))
-    assert torch.equal(seen, again) and torch.equal(times, hours) and (other > target + 10).all()
-    for part, end in (("val_set", 600), ("test_set", 720)):
-        windows = getattr(opened(folder), part)
+    window, changed = (opened(place).test_set[0] for place in (folder, tmp_path))
+    assert all(torch.equal(window[i], changed[i]) for i in (0, 1)) and (changed[2] > window[2] + 10).all()
+    for split, end in (("val_set", 600), ("test_set", 720)):
+        windows = getattr(opened(folder), split)
         assert windows.starts.stop - 1 + 78 == end and windows.starts[0] + 48 == end - len(windows) - 29
 
 
@@ -141,18 +141,14 @@ def test_metrics_by_hand(trained, folder):
         with torch.no_grad():
             guess = net(torch.tensor(before[None]).float(), data.test_set[i][1][None])[0].numpy()
         day = np.arange(30) % 24
-        for name, y in (
-            ("net", guess),
-            ("last_value", before[-1:]),
-            ("last_day", before[-24:][day]),
-            ("mean_day", (before[:24] + before[24:])[day] / 2),
-        ):
+        simple = {"last_value": before[-1:], "last_day": before[-24:][day]}
+        simple["mean_day"] = (before[:24] + before[24:])[day] / 2
+        for name, y in {"net": guess, **simple}.items():
             differences.setdefault(name, []).append(y - after)
-    for name, found in differences.items():
-        found = np.stack(found)
-        held = metrics if name == "net" else metrics[name]
-        assert held["mse"] == pytest.approx((found**2).mean(), rel=1e-4)
-        assert held["mae"] == pytest.approx(np.abs(found).mean(), rel=1e-4)
+    for name, errors in differences.items():
+        values = metrics if name == "net" else metrics[name]
+        assert values["mse"] == pytest.approx(np.square(errors).mean(), rel=1e-4)
+        assert values["mae"] == pytest.approx(np.abs(errors).mean(), rel=1e-4)
     assert metrics["windows"] == 91 and metrics["columns"] == ["A", "OT"]
     assert (metrics["input_length"], metrics["horizon"]) == (48, 30)
     assert metrics["parameters"] == sum(p.numel() for p in net.parameters())
@@ -171,11 +167,12 @@ def test_a_daily_pattern_is_learnt(trained):
 
 def test_the_best_checkpoint_is_that_of_the_least_error(trained, folder):
     saved = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
-    held = saved["callbacks"]
-    score = next(c["best_model_score"] for k, c in held.items() if "'monitor': 'val_score'" in k)
+    score = next(c["best_model_score"] for k, c in saved["callbacks"].items() if "'monitor': 'val_score'" in k)
     net, windows = net_of(trained / "checkpoints" / "best.ckpt"), opened(folder).val_set
     assert len(windows) == 600 - 500 - 30 + 1
-    values, times, target = (torch.stack([windows[i][part] for i in range(len(windows))]) for part in range(3))
+    values, times, target = (
+        torch.stack([window[i] for window in map(windows.__getitem__, range(71))]) for i in range(3)
+    )
     with torch.no_grad():
         assert -float(score) == pytest.approx((net(values, times) - target).square().mean().item(), rel=1e-4)
 
@@ -186,26 +183,24 @@ def test_predict(trained, folder, forecast, tmp_path, close):
     series = days(200)
     swapped = torch.stack([series.values[:, 1], series.values[:, 0] * 0, series.values[:, 0]], 1)
     write_series(tmp_path / "now.csv", Series(("OT", "B", "A"), START, swapped))
+    places = (f"--trainer.default_root_dir={tmp_path}/out", f"--data.init_args.input={tmp_path}/now.csv")
     more = (f"--ckpt_path={trained}/checkpoints/last.ckpt", "--data.init_args.root=/gone")
-    status, said, failed = forecast(
-        "predict", f"--trainer.default_root_dir={tmp_path}/out", f"--data.init_args.input={tmp_path}/now.csv", *more
-    )
+    status, summary, failed = forecast("predict", *places, *more)
     file = tmp_path / "out" / "predictions" / "now.csv"
-    assert (status, failed) == (0, []) and str(file) in said
-    found = read_series(file)
-    assert (found.columns, found.start) == (("A", "OT"), START + 200 * HOUR)
-    assert found.values.shape == (30, 2)
+    assert (status, failed) == (0, []) and str(file) in summary
+    predicted = read_series(file)
+    assert (predicted.columns, predicted.start) == (("A", "OT"), START + 200 * HOUR)
+    assert predicted.values.shape == (30, 2)
     data = opened(folder)
-    known = read_series(tmp_path / "now.csv", ["A", "OT"]).values[-48:]
+    inputs = read_series(tmp_path / "now.csv", ["A", "OT"]).values[-48:]
     windows = opened(folder, split=(100, 150, 230)).test_set  # its last one begins at row 152
     assert windows.starts[-1] == 152
     with torch.no_grad():
-        guess = net_of(trained / "checkpoints" / "last.ckpt")(
-            data.scaled(known)[None], windows[len(windows) - 1][1][None]
-        )
-    close(found.values, data.unscaled(guess[0]), 1e-5)
+        net, times = net_of(trained / "checkpoints" / "last.ckpt"), windows[len(windows) - 1][1]
+        guess = net(data.scaled(inputs)[None], times[None])
+    close(predicted.values, data.unscaled(guess[0]), 1e-5)
     truth = days(230).values[200:]
-    assert ((found.values - truth).abs().mean(0) < truth.std(0)).all()
+    assert ((predicted.values - truth).abs().mean(0) < truth.std(0)).all()
     assert matplotlib.image.imread(file.with_suffix(".png")).std() > 0.05
 
 
