@@ -23,7 +23,6 @@ from ndlightnet.nn import mixers
 from ndlightnet.training import (
     ForecastTask,
     GenerationTask,
-    ImageData,
     ImageFolders,
     ImageTask,
     LabelledData,
@@ -49,77 +48,68 @@ GENERATED = sorted((ROOT / "tasks/evidence/configs/generation").glob("*.yaml"))
 VIDEOS = sorted((ROOT / "tasks" / "evidence" / "configs" / "videos").glob("*.yaml"))
 RECIPE = ("lr", "weight_decay", "min_lr", "warmup_epochs", "cuda_graph", "mirror")
 NETWORKS = sorted((ROOT / "tasks/evidence/configs/volumes").glob("*.yaml"))
-TASKS = {
-    "VolumeData": (SegmentationTask, VolumeData),
-    "PhantomVolumes": (SegmentationTask, VolumeData),
-    "MovingPhantoms": (SegmentationTask, VolumeData),
-    "VideoData": (VideoTask, VideoData),
-    "MovingDigits": (VideoTask, VideoData),
-    "SignalData": (SignalTask, SignalData),
-    "TextData": (TextTask, TextData),
-    "ImageData": (ImageTask, ImageData),
-    "VolumeFolders": (ImageTask, ImageData),
-    "ImageFolders": (ImageTask, ImageFolders),
-    "ColouredDigits": (ImageTask, ImageFolders),
-    "SeriesData": (ForecastTask, SeriesData),
-    "gen": (GenerationTask, LabelledData),  # any of the labelled data
-    "pretrain": (PretrainTask, LabelledData),
-}
+# of a task and the class that its data must have, the first pair whose class a config's data have
+PAIRS = (
+    (SegmentationTask, VolumeData),
+    (VideoTask, VideoData),
+    (SignalTask, SignalData),
+    (TextTask, TextData),
+    (ForecastTask, SeriesData),
+    (ImageTask, LabelledData),
+)
+# of configs that end in these words: the task, for any of the labelled data
+ANY = {"gen": GenerationTask, "pretrain": PretrainTask}
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 
 
 def rows() -> dict[str, list[str]]:
     spec = importlib.util.spec_from_file_location("compare", ROOT / "tasks/evidence/compare.py")
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.ROWS
+
+
+def class_of(path: str) -> type:
+    return getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2])
 
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
     """build(config, *overrides): the command line with its model, data and trainer, not run."""
 
-    def make(config: Path, *overrides: str) -> TaskCLI:
-        name = yaml.safe_load(config.read_text())["data"]["class_path"].rsplit(".")[-1]
+    def command_line(config: Path, *overrides: str) -> TaskCLI:
+        data = class_of(yaml.safe_load(config.read_text())["data"]["class_path"])
+        pair = next(pair for pair in PAIRS if issubclass(data, pair[1]))
+        task = ANY.get(config.stem.rsplit("_")[-1])
         args = ["--config", str(config), f"--trainer.default_root_dir={tmp_path / 'out'}"]
-        args += ["--trainer.accelerator=cpu", *overrides]
         monkeypatch.setattr(sys, "argv", ["task.py"])
-        last = config.stem.rsplit("_")[-1]
-        name = last if last in ("gen", "pretrain") else name
-        return TaskCLI(*TASKS[name], subclass_mode_data=True, run=False, args=args)
+        pair = pair if task is None else (task, LabelledData)
+        return TaskCLI(*pair, run=False, args=[*args, "--trainer.accelerator=cpu", *overrides])
 
-    return make
+    return command_line
 
 
 def batch_for(cli: TaskCLI):
     """A random batch of what the config's data give, with few cells: 16 a side, 4 frames."""
-    if isinstance(cli.model, TextTask):
+    task, data, net = cli.model, cli.datamodule, cli.model.net
+    labels = torch.arange(2)
+    if isinstance(task, TextTask):
         return torch.randint(256, (2, 33), dtype=torch.uint8)
-    if isinstance(cli.model, GenerationTask):
-        labels, net = torch.arange(2), cli.model.net
-        return torch.randn(2, net.in_chans, *[4] * net.dims), labels, labels
-    if isinstance(cli.model, PretrainTask):
-        return torch.randn(2, cli.model.net.in_chans, *[16] * cli.model.net.dims), None, None
-    if isinstance(cli.model, ImageTask):
-        labels = torch.arange(2)
-        net = cli.model.net
-        return torch.randn(2, net.in_chans, *[4] * net.dims), labels, labels
-    if isinstance(cli.model, ForecastTask):
-        n = cli.datamodule.input_length
-        columns = cli.model.net.in_chans
-        return (torch.randn(2, n, columns), torch.rand(2, n + 40, 4), torch.randn(2, 40, columns), torch.arange(2))
-    if isinstance(cli.model, SignalTask):
-        net, packed = cli.model.net, cli.datamodule.batching == "packed"
-        collate = PackCollate(net.embed.patch) if packed else PadCollate()
+    if isinstance(task, PretrainTask):
+        return torch.randn(2, net.in_chans, *[16] * net.dims), None, None
+    if isinstance(task, ForecastTask):
+        columns = net.in_chans
+        values = torch.randn(2, data.input_length, columns)
+        return values, torch.rand(2, data.input_length + 40, 4), torch.randn(2, 40, columns), labels
+    if isinstance(task, SignalTask):
+        collate = PackCollate(net.embed.patch) if data.batching == "packed" else PadCollate()
         return collate([(torch.randn(net.in_chans, n), i, i) for i, n in enumerate((9, 14))])
-    if isinstance(cli.model, VideoTask):
-        frames = min(cli.datamodule.frames, 4)
-        labels = torch.arange(2) % cli.model.net.num_classes
-        return torch.randn(2, 3, frames, 16, 16), labels, torch.arange(2)
-    net, space = cli.model.net, [min(side, 16) for side in cli.datamodule.patch]
-    labels = torch.randint(net.out_channels, (2, 1, *space))
-    return torch.randn(2, net.in_channels, *space), labels, torch.arange(2)
+    if isinstance(task, VideoTask):
+        return torch.randn(2, 3, min(data.frames, 4), 16, 16), labels % net.num_classes, labels
+    if isinstance(task, SegmentationTask):
+        space = [min(side, 16) for side in data.patch]
+        return torch.randn(2, net.in_channels, *space), torch.randint(net.out_channels, (2, 1, *space)), labels
+    return torch.randn(2, net.in_chans, *[4] * net.dims), labels, labels
 
 
 def one_step(cli: TaskCLI) -> None:
@@ -218,8 +208,8 @@ def test_a_video_network_laid_over_a_config_takes_one_step(build, network):
     recipe["cuda_graph"] = network.stem != "mvit_v2_s"  # it copies to the GPU in its forward
     assert {name: vars(cli.model)[name] for name in recipe} == recipe
     data, same = cli.datamodule, plain.datamodule
-    seen = {"single_frame": (1, "rgb"), "frames": (16, "rgb")}
-    assert (data.frames, data.pixels) == seen.get(network.stem, (16, "differences"))
+    inputs = {"single_frame": (1, "rgb"), "frames": (16, "rgb")}
+    assert (data.frames, data.pixels) == inputs.get(network.stem, (16, "differences"))
     assert (data.batch_size, data.repeats, data.clips) == (same.batch_size, same.repeats, same.clips)
     assert str(data.transform) == str(same.transform)
     net, kinds = cli.model.net, {"identity": "Identity", "softmax": "SoftmaxAttention"}
@@ -242,12 +232,11 @@ def test_a_network_laid_over_a_config_takes_one_step(build, network):
     cli, plain = build(base, "--config", str(network)), build(base)
     read = yaml.safe_load(network.read_text())
     assert read.keys() == {"model"} and read["model"].keys() == {"net"}
-    asked = read["model"]["net"]
-    net = cli.model.net
-    assert type(net).__name__ == asked["class_path"].rsplit(".")[-1]
+    config, net = read["model"]["net"], cli.model.net
+    assert type(net).__name__ == config["class_path"].rsplit(".")[-1]
     assert net.out_channels == plain.model.net.out_channels == 3
     assert cli.datamodule.patch == plain.datamodule.patch
-    mixer = asked.get("init_args", {}).get("mixer")
+    mixer = config.get("init_args", {}).get("mixer")
     if mixer is not None:
         assert net.deep_supervision and net.strides == plain.model.net.strides
         mixer = mixer if isinstance(mixer, str) else mixer["class_path"]
@@ -263,16 +252,16 @@ def test_a_row_of_the_series_takes_one_step(build, network):
     base = ROOT / "configs" / "moving_phantoms.yaml"
     cli, plain = build(base, "--config", str(network)), build(base)
     assert cli.datamodule.patch == plain.datamodule.patch and cli.model.window == plain.model.window
-    net, whole = cli.model.net, plain.model.net
+    net, base_net = cli.model.net, plain.model.net
     assert getattr(net, "causal", False) == (network.stem == "causal")
     frames = getattr(net, "net", net)
     assert frames.separable == (network.stem not in ("convolutions", "frames_as_channels"))
     assert [len(stage.blocks) for stage in frames.stages] == [0, 1, 2]
     if network.stem == "frames_as_channels":  # without a number of axes or classes of its own
-        assert (frames.in_channels, frames.out_channels) == (8, 8 * whole.out_channels)
+        assert (frames.in_channels, frames.out_channels) == (8, 8 * base_net.out_channels)
     else:
-        assert (net.dims, net.out_channels) == (4, whole.out_channels)
-        norms = [one.stages[-1].blocks[-1].norm1.normalized_shape for one in (frames, whole)]
+        assert (net.dims, net.out_channels) == (4, base_net.out_channels)
+        norms = [one.stages[-1].blocks[-1].norm1.normalized_shape for one in (frames, base_net)]
         assert norms[0] == norms[1] == (32,)
     task = cli.model.train()
     task.log = lambda *_, **__: None
@@ -284,24 +273,14 @@ def test_a_row_of_the_series_takes_one_step(build, network):
 def test_a_row_of_generation_changes_the_mixers_alone(build, network):
     base = ROOT / "configs" / "handwritten_gen.yaml"
     cli, plain = build(base, "--config", str(network)), build(base)
-    asked = yaml.safe_load(network.read_text())["model"]["net"]["init_args"]["mixer"]
-    local = asked["init_args"].get("local", "values")
+    mixer = yaml.safe_load(network.read_text())["model"]["net"]["init_args"]["mixer"]
+    local = mixer["init_args"].get("local", "values")
     for block in cli.model.net.blocks:
-        assert type(block.mixer).__name__ == asked["class_path"].rsplit(".")[-1]
+        assert type(block.mixer).__name__ == mixer["class_path"].rsplit(".")[-1]
         assert (block.mixer.local_values is not None) == (local == "values")
-    kept = ("dims", "in_chans", "num_classes", "embed_dim")
-    assert all(getattr(cli.model.net, k) == getattr(plain.model.net, k) for k in kept)
+    for name in ("dims", "in_chans", "num_classes", "embed_dim"):
+        assert getattr(cli.model.net, name) == getattr(plain.model.net, name)
     one_step(cli)
-
-
-def mixers_of(net) -> list[torch.nn.Module]:
-    stages = [net] if hasattr(net, "blocks") else net.stages
-    return [block.mixer for stage in stages for block in stage.blocks]
-
-
-def tpes_of(net) -> list[object]:
-    stages = [net] if hasattr(net, "blocks") else net.stages
-    return [stage.tpe for stage in stages if stage.blocks]
 
 
 # rows with an option that only some tasks have
@@ -324,10 +303,12 @@ def test_row_of_the_comparison(build, stem, row):
     net = cli.model.net
     kinds = {"softmax attention": "SoftmaxAttention", "identity mixer": "Identity"}
     kind = "LAVO" if row.startswith("LAVO") else kinds.get(row, "LightNetAttention")
-    assert mixers_of(net) and {type(m) for m in mixers_of(net)} == {getattr(mixers, kind)}
-    assert all((tpe is None) == (row == "without MD-TPE") for tpe in tpes_of(net))
+    stages = [stage for stage in getattr(net, "stages", [net]) if stage.blocks]
+    used = [block.mixer for stage in stages for block in stage.blocks]
+    assert {type(mixer) for mixer in used} == {getattr(mixers, kind)}
+    assert all((stage.tpe is None) == (row == "without MD-TPE") for stage in stages)
     if kind == "LightNetAttention":
-        assert all((m.lrpe is None) == (row == "without MD-LRPE") for m in mixers_of(net))
+        assert all((mixer.lrpe is None) == (row == "without MD-LRPE") for mixer in used)
     assert getattr(net, "causal", False) == row.startswith("axis-causal")
     if stem == "spoken_digits":
         assert cli.datamodule.batching == ("padded" if row == "padded" else "packed")
