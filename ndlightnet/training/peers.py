@@ -1,5 +1,4 @@
-"""Networks of MONAI and torchvision with our constructors and calls, to be trained with the same
-recipe.
+"""Networks of MONAI and torchvision with our constructors and calls, to be trained with the same recipe.
 
 Those of MONAI take any size: the input is padded with zeros to a multiple of their strides, and the
 output is cropped. In training, a network with deep supervision returns a list of logits.

@@ -43,11 +43,14 @@ from ndlightnet.training.generation.latents import Pixels
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-SERIES = sorted((ROOT / "tasks/evidence/configs/series").glob("*.yaml"))
-GENERATED = sorted((ROOT / "tasks/evidence/configs/generation").glob("*.yaml"))
-VIDEOS = sorted((ROOT / "tasks" / "evidence" / "configs" / "videos").glob("*.yaml"))
-RECIPE = ("lr", "weight_decay", "min_lr", "warmup_epochs", "cuda_graph", "mirror")
-NETWORKS = sorted((ROOT / "tasks/evidence/configs/volumes").glob("*.yaml"))
+# of each folder of networks: the config that they are laid over
+BASES = {
+    "series": "moving_phantoms",
+    "generation": "handwritten_gen",
+    "videos": "surveillance",
+    "volumes": "hippocampus",
+}
+OVERLAYS = [file for folder in BASES for file in sorted((ROOT / f"tasks/evidence/configs/{folder}").glob("*.yaml"))]
 # of a task and the class that its data must have, the first pair whose class a config's data have
 PAIRS = (
     (SegmentationTask, VolumeData),
@@ -112,7 +115,7 @@ def batch_for(cli: TaskCLI):
     return torch.randn(2, net.in_chans, *[4] * net.dims), labels, labels
 
 
-def one_step(cli: TaskCLI) -> None:
+def one_step(cli: TaskCLI, batch: object = None) -> None:
     """The loss is finite, every parameter gets a gradient, and those with one move."""
     task = cli.model.train()
     task._trainer = SimpleNamespace(
@@ -125,7 +128,7 @@ def one_step(cli: TaskCLI) -> None:
             torch.nn.init.normal_(value, std=0.02) if not value.any() else None
     optimizer = adamw_with_cosine(task, task.net)["optimizer"]
     before = {name: value.detach().clone() for name, value in task.net.named_parameters()}
-    loss = task.training_step(batch_for(cli), 0)
+    loss = task.training_step(batch_for(cli) if batch is None else batch, 0)
     assert loss.ndim == 0 and loss.isfinite()
     loss.backward()
     optimizer.step()
@@ -199,88 +202,36 @@ def agrees_with_its_data(cli: TaskCLI) -> None:
         assert net.out_channels == len(classes)
 
 
-@pytest.mark.parametrize("network", VIDEOS, ids=lambda path: path.stem)
-def test_a_video_network_laid_over_a_config_takes_one_step(build, network):
-    """The recipe stays: only the network changes, or what it sees where the row is about that."""
-    base = ROOT / "configs" / "surveillance.yaml"
-    cli, plain = build(base, "--config", str(network)), build(base)
-    recipe = {name: value for name, value in vars(plain.model).items() if name in RECIPE}
-    recipe["cuda_graph"] = network.stem != "mvit_v2_s"  # it copies to the GPU in its forward
-    assert {name: vars(cli.model)[name] for name in recipe} == recipe
-    data, same = cli.datamodule, plain.datamodule
-    inputs = {"single_frame": (1, "rgb"), "frames": (16, "rgb")}
-    assert (data.frames, data.pixels) == inputs.get(network.stem, (16, "differences"))
-    assert (data.batch_size, data.repeats, data.clips) == (same.batch_size, same.repeats, same.clips)
-    assert str(data.transform) == str(same.transform)
-    net, kinds = cli.model.net, {"identity": "Identity", "softmax": "SoftmaxAttention"}
-    if network.stem in kinds:
-        mixer = net.blocks[0].mixer
-        assert type(mixer).__name__ == "WithLocal"
-        assert type(mixer.mixer).__name__ == kinds[network.stem]
-        assert (net.tpe is None) == (network.stem == "identity")
-    elif network.stem not in ("ndlightnet", "patches", "frames", "single_frame"):
-        assert type(net).__name__ == "TorchvisionVideo"
-        return  # its steps are those of torchvision's networks, slow on a CPU
-    one_step(cli)
+def leaves(config: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(config, dict) or not config:
+        return {prefix: config}
+    return {name: x for key, value in config.items() for name, x in leaves(value, f"{prefix}.{key}").items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", NETWORKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("network", OVERLAYS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_network_laid_over_a_config_takes_one_step(build, network):
-    """What it says of the network holds; all else, and what it keeps silent about, stays."""
-    base = ROOT / "configs" / "hippocampus.yaml"
+    """What it says holds, all else stays as the config has it."""
+    base = ROOT / "configs" / f"{BASES[network.parent.name]}.yaml"
     cli, plain = build(base, "--config", str(network)), build(base)
-    read = yaml.safe_load(network.read_text())
-    assert read.keys() == {"model"} and read["model"].keys() == {"net"}
-    config, net = read["model"]["net"], cli.model.net
-    assert type(net).__name__ == config["class_path"].rsplit(".")[-1]
-    assert net.out_channels == plain.model.net.out_channels == 3
-    assert cli.datamodule.patch == plain.datamodule.patch
-    mixer = config.get("init_args", {}).get("mixer")
+    overlay = yaml.safe_load(network.read_text())
+    stated = {name for section in ("data", "model") for name in leaves(overlay.get(section, {}), f".{section}")}
+    ours, theirs = ({n: x for n, x in leaves(c.config.as_dict()).items() if ".net." not in n} for c in (cli, plain))
+    changed = {name for name in ours | theirs if ours.get(name) != theirs.get(name)}
+    assert {name.replace(".init_args", "") for name in changed} - {".config"} <= {
+        name.replace(".init_args", "") for name in stated
+    }
+    entry, net = overlay.get("model", {}).get("net", {}), cli.model.net
+    assert type(net).__name__ == entry.get("class_path", type(plain.model.net).__name__).rsplit(".")[-1]
+    mixer = entry.get("init_args", {}).get("mixer")
     if mixer is not None:
-        assert net.deep_supervision and net.strides == plain.model.net.strides
-        mixer = mixer if isinstance(mixer, str) else mixer["class_path"]
-        kinds = {type(block.mixer).__name__ for stage in net.stages for block in stage.blocks}
-        assert kinds == {mixer.rsplit(".")[-1]}
-    one_step(cli)
-
-
-@pytest.mark.parametrize("network", SERIES, ids=lambda path: path.stem)
-def test_a_row_of_the_series_takes_one_step(build, network):
-    """The same data, windows and schedule with another network; that of the frames is the config's
-    with three axes."""
-    base = ROOT / "configs" / "moving_phantoms.yaml"
-    cli, plain = build(base, "--config", str(network)), build(base)
-    assert cli.datamodule.patch == plain.datamodule.patch and cli.model.window == plain.model.window
-    net, base_net = cli.model.net, plain.model.net
-    assert getattr(net, "causal", False) == (network.stem == "causal")
-    frames = getattr(net, "net", net)
-    assert frames.separable == (network.stem not in ("convolutions", "frames_as_channels"))
-    assert [len(stage.blocks) for stage in frames.stages] == [0, 1, 2]
-    if network.stem == "frames_as_channels":  # without a number of axes or classes of its own
-        assert (frames.in_channels, frames.out_channels) == (8, 8 * base_net.out_channels)
-    else:
-        assert (net.dims, net.out_channels) == (4, base_net.out_channels)
-        norms = [one.stages[-1].blocks[-1].norm1.normalized_shape for one in (frames, base_net)]
-        assert norms[0] == norms[1] == (32,)
-    task = cli.model.train()
-    task.log = lambda *_, **__: None
-    assert task.training_step(batch_for(plain), 0).isfinite()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("network", GENERATED, ids=lambda path: path.stem)
-def test_a_row_of_generation_changes_the_mixers_alone(build, network):
-    base = ROOT / "configs" / "handwritten_gen.yaml"
-    cli, plain = build(base, "--config", str(network)), build(base)
-    mixer = yaml.safe_load(network.read_text())["model"]["net"]["init_args"]["mixer"]
-    local = mixer["init_args"].get("local", "values")
-    for block in cli.model.net.blocks:
-        assert type(block.mixer).__name__ == mixer["class_path"].rsplit(".")[-1]
-        assert (block.mixer.local_values is not None) == (local == "values")
-    for name in ("dims", "in_chans", "num_classes", "embed_dim"):
-        assert getattr(cli.model.net, name) == getattr(plain.model.net, name)
-    one_step(cli)
+        name = (mixer if isinstance(mixer, str) else mixer["class_path"]).rsplit(".")[-1]
+        used = [module for module in net.modules() if type(module) is getattr(mixers, name)]
+        local = mixers.WithLocal  # which has a mixer inside
+        blocks = [module for module in net.modules() if hasattr(module, "mixer") and not isinstance(module, local)]
+        assert len(used) == len(blocks) > 0
+    if type(net).__name__ != "TorchvisionVideo":  # slow on a CPU
+        one_step(cli, batch_for(plain) if network.parent.name == "series" else batch_for(cli))
 
 
 # rows with an option that only some tasks have

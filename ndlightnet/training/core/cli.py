@@ -1,5 +1,4 @@
-"""The command line of every task: LightningCLI with our loggers, checkpoints and one-line
-errors."""
+"""The command line of every task: LightningCLI with our loggers, checkpoints and one-line errors."""
 
 from __future__ import annotations
 
@@ -35,9 +34,8 @@ RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr
 
 
 class TaskCLI(LightningCLI):
-    """Command line with `fit`, `validate`, `test`, `predict` and, if the trainer has it, `stream`;
-    configured by YAML files and overridden by arguments. The optimizer and the schedule are those
-    of the task, see `adamw_with_cosine`."""
+    """Command line with `fit`, `validate`, `test`, `predict` and, if the trainer has it, `stream`; configured by YAML
+    files and overridden by arguments. The optimizer and the schedule are those of the task, see `adamw_with_cosine`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         defaults = {"subclass_mode_data": True, "parser_class": TaskParser, "auto_configure_optimizers": False}
@@ -253,10 +251,9 @@ def run(
 ) -> int:
     """Run a task's command line; without arguments train and test on the config `default`.
 
-    commands: more subcommands by name, functions that take the rest of the arguments and return an
-    exit status, or None for 0. arguments: default: those of this process.
-    Returns the exit status: 0, or 1 after an error in the data or a file that could not be
-    predicted.
+    commands: more subcommands by name, functions that take the rest of the arguments and return an exit status, or None
+    for 0. arguments: default: those of this process. Returns the exit status: 0, or 1 after an error in the data or a
+    file that could not be predicted.
     """
     quiet()
     words = sys.argv[1:] if arguments is None else arguments

@@ -106,9 +106,8 @@ class CostMonitor(L.Callback):
         self.seconds, self.peak, self.throughput = checkpoint["cost"]
 
     def measured(self) -> dict[str, float | None]:
-        """Return, for metrics.json, step_ms, the median, peak_memory_gb (without activations in the
-        private memory of a CUDA graph) and samples_per_second, the median over epochs. None: not
-        trained here, not measured, or no GPU."""
+        """Return, for metrics.json, step_ms, the median, peak_memory_gb (without activations in the private memory of a
+        CUDA graph) and samples_per_second, the median over epochs. None: not trained here, not measured, or no GPU."""
         return {
             "step_ms": 1e3 * statistics.median(self.seconds) if self.seconds else None,
             "peak_memory_gb": self.peak / 1e9 or None,
@@ -151,9 +150,8 @@ def forward_flops(net: nn.Module, shape: Sequence[int]) -> int | None:
     """Return the FLOPs of a forward in evaluation: two for every multiply-add in matrix products,
     convolutions and torch's attention; nothing else counts, such as norms and activations.
 
-    Counted with the torch implementation of all operators, whatever kernels the device has, on fake
-    tensors, so that all networks are counted alike, and at any shape. None for a network whose
-    forward needs the values of tensors.
+    Counted with the torch implementation of all operators, whatever kernels the device has, on fake tensors, so that
+    all networks are counted alike, and at any shape. None for a network whose forward needs the values of tensors.
     """
     copy = deepcopy(net)
     vars(copy).pop("forward", None)  # a CUDA graph's, which calls the original

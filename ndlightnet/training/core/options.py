@@ -68,8 +68,7 @@ def shortened(message: str) -> str:
 
 
 def check_configs(arguments: list[str]) -> None:
-    """Raise a DataError that names the file for each `--config FILE` of a command line that is
-    missing or no YAML."""
+    """Raise a DataError that names the file for each `--config FILE` of a command line that is missing or no YAML."""
     joined = [one.partition("=")[2] for one in arguments if one.startswith("--config=")]
     pairs = pairwise(arguments)
     for name in joined + [after for one, after in pairs if one in ("-c", "--config")]:

@@ -30,9 +30,8 @@ class UnlabelledFiles(LabelledData):
 
     Args:
         root: the folder.
-        kind: images (PNG, JPEG, WebP, BMP, TIFF) or videos (mp4, mkv and others), at any depth, or
-            volumes (NIfTI, Analyze, NRRD, MetaImage files and DICOM series, at any
-            depth).
+        kind: images (PNG, JPEG, WebP, BMP, TIFF) or videos (mp4, mkv and others), at any depth, or volumes (NIfTI,
+            Analyze, NRRD, MetaImage files and DICOM series, at any depth).
         size: of the samples: height and width; frames, height and width, alike; or x, y and z.
         spacing: of volumes: mm per cell along x, y and z. Larger volumes are cropped to their
             middle, smaller ones are padded.
