@@ -116,8 +116,8 @@ class TaskCLI(LightningCLI):
         epochs = loops["fit_loop"]["epoch_progress"]["current"]["processed"]
         trainer: Any = self.trainer
         if 0 < (trainer.max_epochs or 0) <= epochs:
-            left = f"nothing is left of trainer.max_epochs={trainer.max_epochs}"
-            log_rank_zero([f"{path}: has been trained for {epochs} epochs, {left}"])
+            end = f"nothing is left of trainer.max_epochs={trainer.max_epochs}"
+            log_rank_zero([f"{path}: has been trained for {epochs} epochs, {end}"])
             trainer.callbacks = [x for x in trainer.callbacks if not isinstance(x, SaveConfig)]
 
     @rank_zero_only

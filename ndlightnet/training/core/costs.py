@@ -121,13 +121,8 @@ def parameter_count(net: nn.Module) -> int:
 
 def training_costs(net: nn.Module, monitor: CostMonitor) -> dict[str, Any]:
     """Return costs for metrics.json from a "step" monitor. state_size: None if not fixed."""
-    return {
-        "parameters": parameter_count(net),
-        "steps": len(monitor.seconds),
-        "train_seconds": sum(monitor.seconds),
-        **monitor.measured(),
-        "state_size": state_size(net),
-    }
+    steps = {"steps": len(monitor.seconds), "train_seconds": sum(monitor.seconds)}
+    return {"parameters": parameter_count(net), **steps, **monitor.measured(), "state_size": state_size(net)}
 
 
 def case_costs(net: nn.Module, monitor: CostMonitor, cases: Collection[Cost], shape: Sequence[int]) -> dict[str, Any]:

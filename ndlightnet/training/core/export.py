@@ -99,24 +99,21 @@ def load_network(run: Path) -> tuple[nn.Module, Path]:
 def example(net: nn.Module, at: int, batch: int) -> Tensor:
     """Return a random input of size number `at` (0: the traced one)."""
     kind = next(net.parameters())
+    if not isinstance(net, NDLightNet | NDLightUNet):
+        raise DataError(f"{type(net).__name__}: expected NDLightNet or NDLightUNet")
+    shape = (SIZES[at] * net.dims)[: net.dims]
     if isinstance(net, NDLightNet):
-        shape = LENGTHS[at : at + 1] if net.dims == 1 else _sizes(net.dims, at)
+        shape = LENGTHS[at : at + 1] if net.dims == 1 else shape
         if net.vocab_size is not None:
             return torch.randint(net.vocab_size, (batch, *shape), device=kind.device)
         patch: Any = net.embed.patch
         channels = net.in_chans
-    elif isinstance(net, NDLightUNet):
-        shape, channels = tuple(n - 2 for n in _sizes(net.dims, at)), net.in_channels
-        patch = [math.prod(steps) for steps in zip(*net.strides, strict=True)]
     else:
-        raise DataError(f"{type(net).__name__}: expected NDLightNet or NDLightUNet")
+        shape, channels = tuple(n - 2 for n in shape), net.in_channels
+        patch = [math.prod(steps) for steps in zip(*net.strides, strict=True)]
     # no whole number of patches
     space = [n * step - (step > 1) for n, step in zip(shape, patch, strict=True)]
     return torch.randn(batch, channels, *space, dtype=kind.dtype, device=kind.device)
-
-
-def _sizes(dims: int, at: int) -> tuple[int, ...]:
-    return (SIZES[at] * dims)[:dims]
 
 
 def _dynamic(x: Tensor) -> tuple[dict[int, Any]]:
@@ -128,16 +125,10 @@ def _dynamic(x: Tensor) -> tuple[dict[int, Any]]:
 # --------------------------------------------------------------------------------------- files
 def write_onnx(net: nn.Module, path: Path) -> None:
     x = example(net, 0, 2)
-    program = torch.onnx.export(
-        net,
-        (x,),
-        dynamo=True,
-        dynamic_shapes=_dynamic(x),
-        input_names=["input"],
-        output_names=["output"],
-        verbose=False,
-        optimize=False,  # it takes as long as all the rest, and runtimes optimise when they load
-    )
+    names: Any = {"input_names": ["input"], "output_names": ["output"]}
+    # optimize takes as long as all the rest, and runtimes optimise when they load
+    options: Any = {"dynamo": True, "dynamic_shapes": _dynamic(x), "verbose": False, "optimize": False}
+    program = torch.onnx.export(net, (x,), **names, **options)
     assert program is not None
     numbers = sum(p.numel() * p.element_size() for p in net.parameters())
     with writable(path):

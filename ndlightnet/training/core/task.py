@@ -133,9 +133,7 @@ class Task(L.LightningModule):
         """Return this process's slab of a tensor (batch, channels, *space) of whole samples."""
         if self.grid is None:
             raise ValueError("slab: expected a training with grid_devices above 1")
-        if not isinstance(x, Tensor):
-            kind = type(x).__name__
-            raise DataError(f"model.grid_devices: got {kind}, expected 1 for samples in packs")
+        check("model.grid_devices", f"got {type(x).__name__}", isinstance(x, Tensor), "1 for samples in packs")
         net: Any = self.net
         return self.grid.slab(x, net.slab_multiples[self.grid.axis])
 
@@ -163,20 +161,15 @@ class Task(L.LightningModule):
 
     def data(self) -> Any:
         module = self.trainer.datamodule  # type: ignore[attr-defined]
-        if module is None:
-            raise DataError(
-                f"{type(self).__name__}: expected a datamodule that knows its names, such as "
-                "trainer.fit(task, datamodule=VolumeData(...)), got none"
-            )
+        expected = "a datamodule that knows its names, such as trainer.fit(task, datamodule=VolumeData(...))"
+        check(type(self).__name__, "got none", module is not None, expected)
         return module
 
     def expect(self, **expected_values: Any) -> None:
         """Raise DataError if an attribute of the network has not the value that the data need."""
         for name, value in expected_values.items():
-            if getattr(self.net, name, value) != value:
-                raise DataError(
-                    f"{self.data().root}: expected a network with {name}={value}, got {getattr(self.net, name)}"
-                )
+            if (actual := getattr(self.net, name, value)) != value:
+                raise DataError(f"{self.data().root}: expected a network with {name}={value}, got {actual}")
 
     def out(self) -> Path:
         return Path(self.trainer.default_root_dir)
@@ -185,10 +178,8 @@ class Task(L.LightningModule):
         """Return the names of classes as figures show them, with a note on those without a font."""
         captions = figure_names(names)
         if numbers := [f"{a} {b}" for a, b in zip(captions, names, strict=True) if a != b]:
-            self.notes.append(
-                "figures: no installed font, such as Noto Sans CJK, has the names of "
-                f"{len(numbers)} classes, which are shown as numbers: {some_of(numbers)}"
-            )
+            lack = f"has the names of {len(numbers)} classes, which are shown as numbers: {some_of(numbers)}"
+            self.notes.append(f"figures: no installed font, such as Noto Sans CJK, {lack}")
         return captions
 
     @contextmanager

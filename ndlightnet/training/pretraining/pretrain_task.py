@@ -148,13 +148,8 @@ class PretrainTask(Task):
         if not count:
             raise DataError(f"{self.data().root}: no file of the test could be read")
         explained = sum(value * number for value, number in self.tested) / count
-        metrics = {
-            "explained": explained,
-            "samples": count,
-            "dropped": self.dropped,
-            "box": list(self.box),
-            **training_costs(self.net, self.cost),
-        }
+        measures = {"explained": explained, "samples": count, "dropped": self.dropped, "box": list(self.box)}
+        metrics = {**measures, **training_costs(self.net, self.cost)}
         if self.trainer.is_global_zero:
             write_metrics(self.out(), metrics)
         self.summary = f"explained {explained:.3f} of what was dropped, over {count} samples; see {self.out()}"

@@ -82,8 +82,8 @@ def test_offloaded_is_plain(close, kind, grad_checkpointing, monkeypatch):
     packed = []
 
     class Watched(torch.autograd.graph.save_on_cpu):
-        def __init__(self, **how):
-            super().__init__(**how)
+        def __init__(self, **options):
+            super().__init__(**options)
             pack = self.pack_hook
             self.pack_hook = lambda x: packed.append(x.shape) or pack(x)
 
@@ -100,9 +100,9 @@ def test_training_goes_through_what_is_compiled(kind, monkeypatch):
         return lambda *inputs: calls.append(net) or net(*inputs)
 
     monkeypatch.setattr(torch, "compile", compile)
-    found, names = step(kind, compile=True)
+    results, names = step(kind, compile=True)
     assert len(calls) == 1 and names == step(kind)[1]
-    assert torch.equal(found["loss"], step(kind)[0]["loss"])
+    assert torch.equal(results["loss"], step(kind)[0]["loss"])
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ def test_fit_test_and_predict_on_any_number_of_axes(dims, tmp_path):
     assert "Frechet distance" in summary and "in pixels, 6 samples against 10 of the test" in summary
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["frechet"] > 0 and metrics["frechet_train"] > 0
+    assert metrics["fit"]["best"]["val_score"] == -metrics["fit"]["best"]["val_loss"]
     assert {"precision", "recall", "nearest_has_class", "parameters", "step_ms"} <= metrics.keys()
     assert metrics["sampled_per_second"] > 0 and metrics["guidance"] == 1.5
     assert (out / "samples.png").is_file() and (out / "nearest.png").is_file()
@@ -112,15 +113,10 @@ def test_fit_test_and_predict_on_any_number_of_axes(dims, tmp_path):
 @pytest.mark.slow
 def test_prediction_is_repeated_by_its_seed_and_of_the_classes_asked(images, tmp_path):
     root, out = images
-    common = [
-        root,
-        f"--ckpt_path={out}/checkpoints/last.ckpt",
-        "--model.classes=['1']",
-        "--data.init_args.batch_size=4",
-    ]
+    common = [root, f"--ckpt_path={out}/checkpoints/last.ckpt", "--data.init_args.batch_size=4"]
     samples = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        assert launch(tmp_path / name, "predict", *common, f"--model.seed={seed}")[0] == 0
+        assert launch(tmp_path / name, "predict", *common, "--model.classes=['1']", f"--model.seed={seed}")[0] == 0
         files = sorted((tmp_path / name / "predictions").iterdir())
         assert len(files) == 6 and all(file.stem.endswith("_1") for file in files)
         samples.append(np.stack([np.asarray(Image.open(file)) for file in files]))
