@@ -176,9 +176,10 @@ def state_size(net: nn.Module) -> int | None:
 def latencies(task: L.LightningModule, *inputs: Tensor) -> dict[str, float]:
     """Return the milliseconds of a forward pass of `task.net`, in the precision of tests, for a
     batch and for its first sample."""
+    net: Any = task.net
     batches = {"latency_ms": inputs, "latency_one_ms": [x[:1] for x in inputs]}
     with torch.no_grad(), task.trainer.precision_plugin.forward_context():
-        return {name: 1e3 * median_seconds(partial(task.net, *batch)) for name, batch in batches.items()}  # type: ignore[arg-type]
+        return {name: 1e3 * median_seconds(partial(net, *batch)) for name, batch in batches.items()}
 
 
 def median_seconds(call: Callable[[], Any]) -> float:

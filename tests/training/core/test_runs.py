@@ -36,16 +36,10 @@ data:
 """
 
 
-class Remote(DummyLogger):
-    """As WandbLogger: a folder that is the working folder, and no `log_dir`."""
-
-    save_dir, log_dir = ".", None
-
-
-class Database(Remote):
+class Database(DummyLogger):
     """As MLFlowLogger on a database: no folder."""
 
-    save_dir = None
+    save_dir = log_dir = None
 
 
 @pytest.fixture

@@ -95,11 +95,7 @@ def test_offloaded_is_plain(close, kind, grad_checkpointing, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_through_what_is_compiled(kind, monkeypatch):
     calls = []
-
-    def compile(net):
-        return lambda *inputs: calls.append(net) or net(*inputs)
-
-    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(torch, "compile", lambda net: lambda *inputs: calls.append(net) or net(*inputs))
     results, names = step(kind, compile=True)
     assert len(calls) == 1 and names == step(kind)[1]
     assert torch.equal(results["loss"], step(kind)[0]["loss"])
@@ -112,12 +108,10 @@ def test_compiled_is_plain(close, monkeypatch):
     compare(close, "image", compile=True, grad_checkpointing=True)
 
 
-def test_a_network_without_blocks_is_refused():
+def test_what_checkpointing_refuses_and_leaves(monkeypatch):
+    """A network without blocks; an evaluation, which has nothing to compute again."""
     with pytest.raises(ValueError, match="grad_checkpointing=True: Linear has no blocks"):
         ImageTask(nn.Linear(2, 2), grad_checkpointing=True)
-
-
-def test_evaluation_keeps_nothing_to_compute_again(monkeypatch):
     net = Forecaster(2, 4, embed_dim=8, depth=1)
     speed.checkpoint_blocks(net)
     monkeypatch.setattr(speed, "checkpoint", lambda *_, **__: pytest.fail("in evaluation"))

@@ -139,6 +139,7 @@ def test_metrics_by_hand(trained, folder):
     assert best["val_score"] == -best["val_mse"] >= metrics["fit"]["last"]["val_score"]
 
 
+@pytest.mark.slow
 def test_a_daily_pattern_is_learnt(trained):
     """The noise's share of the variance is 0.09 / 1.09 = 0.083: nothing can be better. Repeating
     adds the noise of the day repeated to it, that of the mean of two days half of it."""
@@ -149,6 +150,7 @@ def test_a_daily_pattern_is_learnt(trained):
     assert 0.06 < metrics["mse"] < 0.85 * metrics["last_day"]["mse"]
 
 
+@pytest.mark.slow
 def test_predict(trained, folder, tmp_path, close):
     """In the file's units, of the hours after its end, without the training data; columns may come
     in another order, beside others."""
@@ -210,6 +212,7 @@ def test_what_predict_needs(folder, tmp_path):
             data.predict_dataloader()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_columns(trained, folder, tmp_path):
     task, data = ForecastTask(Forecaster(2, 24, embed_dim=16)), opened(folder, columns=["OT", "A"])
     task._trainer = SimpleNamespace(datamodule=data)

@@ -33,6 +33,7 @@ def trained(tmp_path_factory, folder, pretrain) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_it_leaves_checkpoints_metrics_and_sheets(trained):
     for name in ("best.ckpt", "last.ckpt"):
         saved = torch.load(trained / "checkpoints" / name, weights_only=True)["state_dict"]
@@ -47,6 +48,7 @@ def test_it_leaves_checkpoints_metrics_and_sheets(trained):
     assert matplotlib.image.imread(trained / "reconstructions" / "test.png").std() > 0.05
 
 
+@pytest.mark.slow
 def test_a_training_begins_with_its_weights(trained, folder, recognise, tmp_path):
     """Those that fit; a line names the head, which is as drawn."""
     checkpoint = trained / "checkpoints" / "last.ckpt"
