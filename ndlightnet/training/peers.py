@@ -1,5 +1,4 @@
-"""Networks of MONAI and torchvision with our constructors and calls, to be trained with the same
-recipe.
+"""Networks of MONAI and torchvision with our constructors and calls, to be trained with the same recipe.
 
 Those of MONAI take any size: the input is padded with zeros to a multiple of their strides, and the
 output is cropped. In training, a network with deep supervision returns a list of logits.
@@ -7,6 +6,7 @@ output is cropped. In training, a network with deep supervision returns a list o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,21 +61,13 @@ class DynUNet(_Peer):
         steps = _steps(strides, dims)
         if len(steps) < 2:
             raise ValueError(f"strides={strides!r}: expected 2 or more for MONAI's DynUNet")
-        multiple = [1] * dims
-        for step in steps:
-            multiple = [m * s for m, s in zip(multiple, step, strict=True)]
+        levels = range(len(steps) + 1)
+        supervision: Any = {"deep_supervision": deep_supervision, "deep_supr_num": len(steps) - 1}
+        sizes: Any = {"kernel_size": [3 for _ in levels], "filters": [min(320, 32 << level) for level in levels]}
         net = monai.networks.nets.dynunet.DynUNet(
-            dims,
-            in_channels,
-            out_channels,
-            [3] * (len(steps) + 1),
-            [1, *steps],
-            steps,
-            filters=[min(320, 32 << level) for level in range(len(steps) + 1)],
-            deep_supervision=deep_supervision,
-            deep_supr_num=len(steps) - 1,
+            dims, in_channels, out_channels, strides=[1, *steps], upsample_kernel_size=steps, **sizes, **supervision
         )
-        super().__init__(net, in_channels, out_channels, multiple)
+        super().__init__(net, in_channels, out_channels, [math.prod(axis) for axis in zip(*steps, strict=True)])
 
 
 class SegResNet(_Peer):

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from ndlightnet.data.packing import TokenBudgetSampler
 from ndlightnet.data.sampling import SeededSampler, SeededSamples, linspace_indices, mixed
-from ndlightnet.training.core.data_module import TimedLoader, training_loader
+from ndlightnet.training.core.data_module import DataModule, TimedLoader
 
 
 class Drawing:
@@ -43,7 +43,7 @@ def test_a_sample_leaves_the_generator_as_it_was():
 def test_a_loader_that_is_told_the_epoch_late(workers):
     """As Lightning does it where it resumes: the iterator is made first."""
     expected = [SeededSamples(Drawing(), 3)[n] for n in range(12, 16)]
-    loader = training_loader(SeededSamples(Drawing(), 3), 4, 2, workers)
+    loader = DataModule(".", 2, workers).training_loader(SeededSamples(Drawing(), 3), 4)
     before, iterator = torch.get_rng_state(), iter(loader)
     loader.sampler.set_epoch(3)
     assert [pair for a, b in iterator for pair in zip(a.tolist(), b.tolist(), strict=True)] == expected
@@ -63,7 +63,7 @@ def test_batches_of_so_many_tokens_that_are_told_the_epoch_late(workers):
 
 @pytest.mark.parametrize("count, size, batches", [(5, 2, 2), (10, 3, 3), (5, 8, 1)])
 def test_whole_batches_but_one_of_a_small_set(count, size, batches):
-    loader = training_loader(SeededSamples(Drawing(), 0), count, size, 0)
+    loader = DataModule(".", size).training_loader(SeededSamples(Drawing(), 0), count)
     assert isinstance(loader, TimedLoader) and loader.waited == 0
     assert len(list(loader)) == len(loader) == batches
     assert loader.waited > 0

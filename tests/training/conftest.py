@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -118,32 +119,21 @@ def set_up(task: LightningModule, data: LightningDataModule, stage: str = "fit")
     task.setup(stage)
 
 
-@pytest.fixture(scope="session")
-def segment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
-    """segment("fit", "--data.init_args.root=..."): the segmentation task on the tiny config."""
-    folder = tmp_path_factory.mktemp("config")
-    return lambda *args: launch(SegmentationTask, VolumeData, UNET, folder, *args)
+def launcher(task: type, data: type, config: str) -> Callable[..., Callable[..., Done]]:
+    """A fixture: the command line of a task on a tiny config, such as segment("fit", "--data.init_args.root=...")."""
+
+    @pytest.fixture(scope="session")
+    def fixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
+        return partial(launch, task, data, config, tmp_path_factory.mktemp("config"))
+
+    return fixture
 
 
-@pytest.fixture(scope="session")
-def classify(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
-    """classify("fit", "--data.init_args.root=..."): the video task on the tiny config."""
-    folder = tmp_path_factory.mktemp("config")
-    return lambda *args: launch(VideoTask, VideoData, NET, folder, *args)
-
-
-@pytest.fixture(scope="session")
-def listen(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
-    """listen("fit", "--data.init_args.root=..."): the signal task on the tiny config."""
-    folder = tmp_path_factory.mktemp("config")
-    return lambda *args: launch(SignalTask, SignalData, SIGNALS, folder, *args)
-
-
-@pytest.fixture(scope="session")
-def recognise(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
-    """recognise("fit", "--data.init_args.root=..."): the image task on the tiny config."""
-    folder = tmp_path_factory.mktemp("config")
-    return lambda *args: launch(ImageTask, ImageFolders, IMAGES, folder, *args)
+segment = launcher(SegmentationTask, VolumeData, UNET)
+classify = launcher(VideoTask, VideoData, NET)
+listen = launcher(SignalTask, SignalData, SIGNALS)
+recognise = launcher(ImageTask, ImageFolders, IMAGES)
+pretrain = launcher(PretrainTask, LabelledData, IMAGES.replace("num_classes: 3", "num_classes: 0"))
 
 
 def _stripes(folder: Path, train: int = 40, test: int = 10, side: int = 12) -> Path:
@@ -154,22 +144,14 @@ def _stripes(folder: Path, train: int = 40, test: int = 10, side: int = 12) -> P
         "plain": np.zeros((side, side), int),
         "rows": at[:, None].repeat(side, 1),
     }
-    for part, count in (("train", train), ("test", test)):
+    for split, count in (("train", train), ("test", test)):
         for kind, pattern in patterns.items():
-            (folder / part / kind).mkdir(parents=True)
+            (folder / split / kind).mkdir(parents=True)
             for number in range(count):
                 tint = rng.integers(20, 60, 3) + rng.integers(0, 40, (side, side, 3))
                 cells = (pattern[..., None] + tint).astype(np.uint8)
-                Image.fromarray(cells).save(folder / part / kind / f"{number:03d}.png")
+                Image.fromarray(cells).save(folder / split / kind / f"{number:03d}.png")
     return folder
-
-
-@pytest.fixture(scope="session")
-def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
-    """pretrain("fit", "--data.init_args.root=..."): pre-training on the tiny config of images."""
-    folder = tmp_path_factory.mktemp("config")
-    config = IMAGES.replace("num_classes: 3", "num_classes: 0")
-    return lambda *args: launch(PretrainTask, LabelledData, config, folder, *args)
 
 
 @pytest.fixture(scope="session")

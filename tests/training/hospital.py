@@ -6,10 +6,8 @@ Every entry is called as its case's source is. The names are part of what a fold
 import gzip
 import os
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 
-import av
 import nibabel
 import numpy as np
 import SimpleITK as sitk
@@ -43,28 +41,28 @@ def good_inputs(folder: Path) -> list[Path]:
     names = [f"plain{n}.nii.gz" for n in range(8)]
     for length in range(242, LONGEST + 1, 4):  # what is written beside them has longer names
         names.append("n" * (length - 7) + ".nii.gz")
-    found = []
+    sources = []
     for number, name in enumerate([*names, *NAMES]):
         image = nibabel.Nifti1Image(random_image(seed=number), AFFINES[number % 4])
         compress = gzip.compress if name.lower().endswith(".gz") else bytes
         (folder / name).write_bytes(compress(image.to_bytes()))
-        found.append(folder / name)
+        sources.append(folder / name)
     for ending in ("nrrd", "mha", "mhd"):
         volume = sitk.GetImageFromArray(random_image((7, 8, 9)))
         volume.SetSpacing((0.5, 1.25, 3.0))
-        found.append(folder / f"itk_{ending}.{ending}")
-        sitk.WriteImage(volume, str(found[-1]), useCompression=ending == "nrrd")
+        sources.append(folder / f"itk_{ending}.{ending}")
+        sitk.WriteImage(volume, str(sources[-1]), useCompression=ending == "nrrd")
     voxels = random_image()
     voxels[0, :2, 3] = np.nan
-    found.append(write(folder / "some_nan.nii", voxels))
-    found.append(write(folder / "short.nii", random_image().astype(np.int16)))
-    found.append(write_series(folder / "series_1", HU, 1.0))
+    sources.append(write(folder / "some_nan.nii", voxels))
+    sources.append(write(folder / "short.nii", random_image().astype(np.int16)))
+    sources.append(write_series(folder / "series_1", HU, 1.0))
     study = folder / "archive" / "P7" / "study"  # as an archive exports them
     write_object(study / "structures.dcm", "RTSTRUCT")
     for number, gap in enumerate((2.5, 4.0, 5.0), 1):  # called as their cases will be
         tags = {"PatientID": "P7", "SeriesNumber": number}
-        found.append(write_series(study / f"P7_CT_{number}", HU, gap, **tags))
-    return found
+        sources.append(write_series(study / f"P7_CT_{number}", HU, gap, **tags))
+    return sources
 
 
 def raw_header(path: Path, change: Callable[[np.ndarray], object]) -> Path:
@@ -85,7 +83,7 @@ def claim(*shape: int) -> Callable[[np.ndarray], None]:
 
 def broken_inputs(folder: Path) -> list[Path]:
     """25 sources that cannot be predicted."""
-    hows = (
+    damages = (
         "truncated",
         "truncated inside gzip",
         "corrupt",
@@ -95,90 +93,30 @@ def broken_inputs(folder: Path) -> list[Path]:
         "nan",
         "infinite",
         "5-D",
-        "1-D",
-        "empty axis",
-        "colour",
-        "flat affine",
     )
-    found = []
-    for how in hows:
-        path = write(folder / f"bad {how}.nii.gz", random_image())
-        broken_image(path, how)
-        found.append(path)
+    sources = []
+    for damage in (*damages, "1-D", "empty axis", "colour", "flat affine"):
+        path = write(folder / f"bad {damage}.nii.gz", random_image())
+        broken_image(path, damage)
+        sources.append(path)
     for name in ("e" * (LONGEST - 7) + ".nii.gz", os.fsdecode(b"empty \xff.nii.gz")):
         (folder / name).write_bytes(b"")
-        found.append(folder / name)
-    found.append(raw_header(folder / "claims more.nii", claim(30_000, 30_000, 30_000)))
-    found.append(raw_header(folder / "claims much.nii.gz", claim(30_000, 30_000, 30_000)))
+        sources.append(folder / name)
+    sources.append(raw_header(folder / "claims more.nii", claim(30_000, 30_000, 30_000)))
+    sources.append(raw_header(folder / "claims much.nii.gz", claim(30_000, 30_000, 30_000)))
     # a size that a machine may promise and then not have
-    found.append(raw_header(folder / "claims less.nii.gz", claim(1500, 1500, 1500)))
-    found.append(raw_header(folder / "negative.nii.gz", claim(9, -7, 11)))
-    found.append(raw_header(folder / "type.nii", lambda h: h.__setitem__("datatype", 9999)))
-    found.append(write(folder / "channels.nii.gz", random_image((9, 7, 11, 2))))
+    sources.append(raw_header(folder / "claims less.nii.gz", claim(1500, 1500, 1500)))
+    sources.append(raw_header(folder / "negative.nii.gz", claim(9, -7, 11)))
+    sources.append(raw_header(folder / "type.nii", lambda h: h.__setitem__("datatype", 9999)))
+    sources.append(write(folder / "channels.nii.gz", random_image((9, 7, 11, 2))))
     nrrd = folder / "claims.nrrd"
     nrrd.write_text("NRRD0004\ntype: float\ndimension: 3\nsizes: 30000 30000 30000\nencoding: raw\n\n")
-    found.append(nrrd)
-    found.append(write_series(folder / "rows", HU, Rows=65_535, Columns=65_535))
+    sources.append(nrrd)
+    sources.append(write_series(folder / "rows", HU, Rows=65_535, Columns=65_535))
     gap = write_series(folder / "gap", HU)
     sorted(gap.iterdir())[5].unlink()
-    found.append(gap)
-    found.append(write_series(folder / "no pixels", HU))
-    for file in found[-1].iterdir():
+    sources.append(gap)
+    sources.append(write_series(folder / "no pixels", HU))
+    for file in sources[-1].iterdir():
         file.write_bytes(file.read_bytes()[:-200])
-    return found
-
-
-def encode(path: Path, *sizes: tuple[int, int], codec: str = "libx264", form: str | None = None) -> Path:
-    """A video of ten frames of each size (width, height), one after the other."""
-    with av.open(str(path), "w", format=form) as file:
-        stream = file.add_stream(codec, rate=25)
-        stream.width, stream.height = sizes[0]
-        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
-        for part, (width, height) in enumerate(sizes):
-            encoder = stream.codec_context
-            if part:  # mjpeg: each frame is a picture of its own
-                encoder = av.CodecContext.create(codec, "w")
-                encoder.width, encoder.height, encoder.pix_fmt = width, height, stream.pix_fmt
-                encoder.time_base = Fraction(1, 25)
-            pictures = np.random.default_rng(part).integers(0, 256, (10, height, width, 3), np.uint8)
-            for number, picture in enumerate(pictures, 10 * part):
-                frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-                frame = frame.reformat(format=stream.pix_fmt)
-                frame.pts, frame.time_base = number, Fraction(1, 25)
-                for packet in encoder.encode(frame):
-                    packet.stream = stream
-                    file.mux(packet)
-            for packet in encoder.encode(None):
-                packet.stream = stream
-                file.mux(packet)
-    return path
-
-
-def videos(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Six videos that can be predicted, and six that cannot."""
-    folder.mkdir()
-    size = (128, 96)
-    good = [
-        encode(folder / name, size, form="mp4")
-        for name in (
-            r"b$\frac$.mp4",
-            "n" * (LONGEST - 4) + ".mp4",
-            "UPPER.M4V",
-            "two\nlines.mov",
-            os.fsdecode(b"caf\xe9.mp4"),
-        )
-    ]
-    good.append(encode(folder / "two sizes.avi", size, (256, 64), codec="mjpeg"))
-    whole = good[0].read_bytes()
-    contents = {
-        "text.mp4": b"this is no video",
-        "empty.mkv": b"",
-        "truncated.mp4": whole[: len(whole) // 2],
-        "e" * (LONGEST - 5) + ".webm": b"",
-        os.fsdecode(b"text \xff.mp4"): b"text",
-    }
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    bad = [folder / name for name in contents]
-    bad.append(encode(folder / "narrow.mp4", (16_000, 2)))
-    return good, bad
+    return sources

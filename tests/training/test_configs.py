@@ -23,7 +23,6 @@ from ndlightnet.nn import mixers
 from ndlightnet.training import (
     ForecastTask,
     GenerationTask,
-    ImageData,
     ImageFolders,
     ImageTask,
     LabelledData,
@@ -44,96 +43,92 @@ from ndlightnet.training.generation.latents import Pixels
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-SERIES = sorted((ROOT / "tasks/evidence/configs/series").glob("*.yaml"))
-GENERATED = sorted((ROOT / "tasks/evidence/configs/generation").glob("*.yaml"))
-VIDEOS = sorted((ROOT / "tasks" / "evidence" / "configs" / "videos").glob("*.yaml"))
-RECIPE = ("lr", "weight_decay", "min_lr", "warmup_epochs", "cuda_graph", "mirror")
-NETWORKS = sorted((ROOT / "tasks/evidence/configs/volumes").glob("*.yaml"))
-TASKS = {
-    "VolumeData": (SegmentationTask, VolumeData),
-    "PhantomVolumes": (SegmentationTask, VolumeData),
-    "MovingPhantoms": (SegmentationTask, VolumeData),
-    "VideoData": (VideoTask, VideoData),
-    "MovingDigits": (VideoTask, VideoData),
-    "SignalData": (SignalTask, SignalData),
-    "TextData": (TextTask, TextData),
-    "ImageData": (ImageTask, ImageData),
-    "VolumeFolders": (ImageTask, ImageData),
-    "ImageFolders": (ImageTask, ImageFolders),
-    "ColouredDigits": (ImageTask, ImageFolders),
-    "SeriesData": (ForecastTask, SeriesData),
-    "gen": (GenerationTask, LabelledData),  # any of the labelled data
-    "pretrain": (PretrainTask, LabelledData),
+# of each folder of networks: the config that they are laid over
+BASES = {
+    "series": "moving_phantoms",
+    "generation": "handwritten_gen",
+    "videos": "surveillance",
+    "volumes": "hippocampus",
 }
+OVERLAYS = [file for folder in BASES for file in sorted((ROOT / f"tasks/evidence/configs/{folder}").glob("*.yaml"))]
+# of a task and the class that its data must have, the first pair whose class a config's data have
+PAIRS = (
+    (SegmentationTask, VolumeData),
+    (VideoTask, VideoData),
+    (SignalTask, SignalData),
+    (TextTask, TextData),
+    (ForecastTask, SeriesData),
+    (ImageTask, LabelledData),
+)
+# of configs that end in these words: the task, for any of the labelled data
+ANY = {"gen": GenerationTask, "pretrain": PretrainTask}
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 
 
 def rows() -> dict[str, list[str]]:
     spec = importlib.util.spec_from_file_location("compare", ROOT / "tasks/evidence/compare.py")
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.ROWS
+
+
+def class_of(path: str) -> type:
+    return getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2])
 
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
     """build(config, *overrides): the command line with its model, data and trainer, not run."""
 
-    def make(config: Path, *overrides: str) -> TaskCLI:
-        name = yaml.safe_load(config.read_text())["data"]["class_path"].rsplit(".")[-1]
+    def command_line(config: Path, *overrides: str) -> TaskCLI:
+        data = class_of(yaml.safe_load(config.read_text())["data"]["class_path"])
+        pair = next(pair for pair in PAIRS if issubclass(data, pair[1]))
+        task = ANY.get(config.stem.rsplit("_")[-1])
         args = ["--config", str(config), f"--trainer.default_root_dir={tmp_path / 'out'}"]
-        args += ["--trainer.accelerator=cpu", *overrides]
         monkeypatch.setattr(sys, "argv", ["task.py"])
-        last = config.stem.rsplit("_")[-1]
-        name = last if last in ("gen", "pretrain") else name
-        return TaskCLI(*TASKS[name], subclass_mode_data=True, run=False, args=args)
+        pair = pair if task is None else (task, LabelledData)
+        return TaskCLI(*pair, run=False, args=[*args, "--trainer.accelerator=cpu", *overrides])
 
-    return make
+    return command_line
 
 
 def batch_for(cli: TaskCLI):
     """A random batch of what the config's data give, with few cells: 16 a side, 4 frames."""
-    if isinstance(cli.model, TextTask):
+    task, data, net = cli.model, cli.datamodule, cli.model.net
+    labels = torch.arange(2)
+    if isinstance(task, TextTask):
         return torch.randint(256, (2, 33), dtype=torch.uint8)
-    if isinstance(cli.model, GenerationTask):
-        labels, net = torch.arange(2), cli.model.net
-        return torch.randn(2, net.in_chans, *[4] * net.dims), labels, labels
-    if isinstance(cli.model, PretrainTask):
-        return torch.randn(2, cli.model.net.in_chans, *[16] * cli.model.net.dims), None, None
-    if isinstance(cli.model, ImageTask):
-        labels = torch.arange(2)
-        net = cli.model.net
-        return torch.randn(2, net.in_chans, *[4] * net.dims), labels, labels
-    if isinstance(cli.model, ForecastTask):
-        n = cli.datamodule.input_length
-        columns = cli.model.net.in_chans
-        return (torch.randn(2, n, columns), torch.rand(2, n + 40, 4), torch.randn(2, 40, columns), torch.arange(2))
-    if isinstance(cli.model, SignalTask):
-        net, packed = cli.model.net, cli.datamodule.batching == "packed"
-        collate = PackCollate(net.embed.patch) if packed else PadCollate()
+    if isinstance(task, PretrainTask):
+        return torch.randn(2, net.in_chans, *[16] * net.dims), None, None
+    if isinstance(task, ForecastTask):
+        columns = net.in_chans
+        values = torch.randn(2, data.input_length, columns)
+        return values, torch.rand(2, data.input_length + 40, 4), torch.randn(2, 40, columns), labels
+    if isinstance(task, SignalTask):
+        collate = PackCollate(net.embed.patch) if data.batching == "packed" else PadCollate()
         return collate([(torch.randn(net.in_chans, n), i, i) for i, n in enumerate((9, 14))])
-    if isinstance(cli.model, VideoTask):
-        frames = min(cli.datamodule.frames, 4)
-        labels = torch.arange(2) % cli.model.net.num_classes
-        return torch.randn(2, 3, frames, 16, 16), labels, torch.arange(2)
-    net, space = cli.model.net, [min(side, 16) for side in cli.datamodule.patch]
-    labels = torch.randint(net.out_channels, (2, 1, *space))
-    return torch.randn(2, net.in_channels, *space), labels, torch.arange(2)
+    if isinstance(task, VideoTask):
+        return torch.randn(2, 3, min(data.frames, 4), 16, 16), labels % net.num_classes, labels
+    if isinstance(task, SegmentationTask):
+        space = [min(side, 16) for side in data.patch]
+        return torch.randn(2, net.in_channels, *space), torch.randint(net.out_channels, (2, 1, *space)), labels
+    return torch.randn(2, net.in_chans, *[4] * net.dims), labels, labels
 
 
-def one_step(cli: TaskCLI) -> None:
+def one_step(cli: TaskCLI, batch: object = None) -> None:
     """The loss is finite, every parameter gets a gradient, and those with one move."""
     task = cli.model.train()
-    task._trainer = SimpleNamespace(estimated_stepping_batches=20, datamodule=cli.datamodule)
+    task._trainer = SimpleNamespace(
+        estimated_stepping_batches=20, num_training_batches=5, accumulate_grad_batches=1, datamodule=cli.datamodule
+    )
     task.log = lambda *_, **__: None
     if isinstance(task, GenerationTask):
         task.codec, task.space = Pixels(cli.datamodule), (4,) * task.net.dims
         for value in task.net.parameters():  # else the zeros let nothing through
             torch.nn.init.normal_(value, std=0.02) if not value.any() else None
-    optimizer = adamw_with_cosine(task, task.net, task.lr, task.weight_decay)["optimizer"]
+    optimizer = adamw_with_cosine(task, task.net)["optimizer"]
     before = {name: value.detach().clone() for name, value in task.net.named_parameters()}
-    loss = task.training_step(batch_for(cli), 0)
+    loss = task.training_step(batch_for(cli) if batch is None else batch, 0)
     assert loss.ndim == 0 and loss.isfinite()
     loss.backward()
     optimizer.step()
@@ -207,99 +202,36 @@ def agrees_with_its_data(cli: TaskCLI) -> None:
         assert net.out_channels == len(classes)
 
 
-@pytest.mark.parametrize("network", VIDEOS, ids=lambda path: path.stem)
-def test_a_video_network_laid_over_a_config_takes_one_step(build, network):
-    """The recipe stays: only the network changes, or what it sees where the row is about that."""
-    base = ROOT / "configs" / "surveillance.yaml"
-    cli, plain = build(base, "--config", str(network)), build(base)
-    recipe = {name: value for name, value in vars(plain.model).items() if name in RECIPE}
-    recipe["cuda_graph"] = network.stem != "mvit_v2_s"  # it copies to the GPU in its forward
-    assert {name: vars(cli.model)[name] for name in recipe} == recipe
-    data, same = cli.datamodule, plain.datamodule
-    seen = {"single_frame": (1, "rgb"), "frames": (16, "rgb")}
-    assert (data.frames, data.pixels) == seen.get(network.stem, (16, "differences"))
-    assert (data.batch_size, data.repeats, data.clips) == (same.batch_size, same.repeats, same.clips)
-    assert str(data.transform) == str(same.transform)
-    net, kinds = cli.model.net, {"identity": "Identity", "softmax": "SoftmaxAttention"}
-    if network.stem in kinds:
-        mixer = net.blocks[0].mixer
-        assert type(mixer).__name__ == "WithLocal"
-        assert type(mixer.mixer).__name__ == kinds[network.stem]
-        assert (net.tpe is None) == (network.stem == "identity")
-    elif network.stem not in ("ndlightnet", "patches", "frames", "single_frame"):
-        assert type(net).__name__ == "TorchvisionVideo"
-        return  # its steps are those of torchvision's networks, slow on a CPU
-    one_step(cli)
+def leaves(config: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(config, dict) or not config:
+        return {prefix: config}
+    return {name: x for key, value in config.items() for name, x in leaves(value, f"{prefix}.{key}").items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", NETWORKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("network", OVERLAYS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_network_laid_over_a_config_takes_one_step(build, network):
-    """What it says of the network holds; all else, and what it keeps silent about, stays."""
-    base = ROOT / "configs" / "hippocampus.yaml"
+    """What it says holds, all else stays as the config has it."""
+    base = ROOT / "configs" / f"{BASES[network.parent.name]}.yaml"
     cli, plain = build(base, "--config", str(network)), build(base)
-    read = yaml.safe_load(network.read_text())
-    assert read.keys() == {"model"} and read["model"].keys() == {"net"}
-    asked = read["model"]["net"]
-    net = cli.model.net
-    assert type(net).__name__ == asked["class_path"].rsplit(".")[-1]
-    assert net.out_channels == plain.model.net.out_channels == 3
-    assert cli.datamodule.patch == plain.datamodule.patch
-    mixer = asked.get("init_args", {}).get("mixer")
+    overlay = yaml.safe_load(network.read_text())
+    stated = {name for section in ("data", "model") for name in leaves(overlay.get(section, {}), f".{section}")}
+    ours, theirs = ({n: x for n, x in leaves(c.config.as_dict()).items() if ".net." not in n} for c in (cli, plain))
+    changed = {name for name in ours | theirs if ours.get(name) != theirs.get(name)}
+    assert {name.replace(".init_args", "") for name in changed} - {".config"} <= {
+        name.replace(".init_args", "") for name in stated
+    }
+    entry, net = overlay.get("model", {}).get("net", {}), cli.model.net
+    assert type(net).__name__ == entry.get("class_path", type(plain.model.net).__name__).rsplit(".")[-1]
+    mixer = entry.get("init_args", {}).get("mixer")
     if mixer is not None:
-        assert net.deep_supervision and net.strides == plain.model.net.strides
-        mixer = mixer if isinstance(mixer, str) else mixer["class_path"]
-        kinds = {type(block.mixer).__name__ for stage in net.stages for block in stage.blocks}
-        assert kinds == {mixer.rsplit(".")[-1]}
-    one_step(cli)
-
-
-@pytest.mark.parametrize("network", SERIES, ids=lambda path: path.stem)
-def test_a_row_of_the_series_takes_one_step(build, network):
-    """The same data, windows and schedule with another network; that of the frames is the config's
-    with three axes."""
-    base = ROOT / "configs" / "moving_phantoms.yaml"
-    cli, plain = build(base, "--config", str(network)), build(base)
-    assert cli.datamodule.patch == plain.datamodule.patch and cli.model.window == plain.model.window
-    net, whole = cli.model.net, plain.model.net
-    assert getattr(net, "causal", False) == (network.stem == "causal")
-    frames = getattr(net, "net", net)
-    assert frames.separable == (network.stem not in ("convolutions", "frames_as_channels"))
-    assert [len(stage.blocks) for stage in frames.stages] == [0, 1, 2]
-    if network.stem == "frames_as_channels":  # without a number of axes or classes of its own
-        assert (frames.in_channels, frames.out_channels) == (8, 8 * whole.out_channels)
-    else:
-        assert (net.dims, net.out_channels) == (4, whole.out_channels)
-        norms = [one.stages[-1].blocks[-1].norm1.normalized_shape for one in (frames, whole)]
-        assert norms[0] == norms[1] == (32,)
-    task = cli.model.train()
-    task.log = lambda *_, **__: None
-    assert task.training_step(batch_for(plain), 0).isfinite()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("network", GENERATED, ids=lambda path: path.stem)
-def test_a_row_of_generation_changes_the_mixers_alone(build, network):
-    base = ROOT / "configs" / "handwritten_gen.yaml"
-    cli, plain = build(base, "--config", str(network)), build(base)
-    asked = yaml.safe_load(network.read_text())["model"]["net"]["init_args"]["mixer"]
-    local = asked["init_args"].get("local", "values")
-    for block in cli.model.net.blocks:
-        assert type(block.mixer).__name__ == asked["class_path"].rsplit(".")[-1]
-        assert (block.mixer.local_values is not None) == (local == "values")
-    kept = ("dims", "in_chans", "num_classes", "embed_dim")
-    assert all(getattr(cli.model.net, k) == getattr(plain.model.net, k) for k in kept)
-    one_step(cli)
-
-
-def mixers_of(net) -> list[torch.nn.Module]:
-    stages = [net] if hasattr(net, "blocks") else net.stages
-    return [block.mixer for stage in stages for block in stage.blocks]
-
-
-def tpes_of(net) -> list[object]:
-    stages = [net] if hasattr(net, "blocks") else net.stages
-    return [stage.tpe for stage in stages if stage.blocks]
+        name = (mixer if isinstance(mixer, str) else mixer["class_path"]).rsplit(".")[-1]
+        used = [module for module in net.modules() if type(module) is getattr(mixers, name)]
+        local = mixers.WithLocal  # which has a mixer inside
+        blocks = [module for module in net.modules() if hasattr(module, "mixer") and not isinstance(module, local)]
+        assert len(used) == len(blocks) > 0
+    if type(net).__name__ != "TorchvisionVideo":  # slow on a CPU
+        one_step(cli, batch_for(plain) if network.parent.name == "series" else batch_for(cli))
 
 
 # rows with an option that only some tasks have
@@ -322,10 +254,12 @@ def test_row_of_the_comparison(build, stem, row):
     net = cli.model.net
     kinds = {"softmax attention": "SoftmaxAttention", "identity mixer": "Identity"}
     kind = "LAVO" if row.startswith("LAVO") else kinds.get(row, "LightNetAttention")
-    assert mixers_of(net) and {type(m) for m in mixers_of(net)} == {getattr(mixers, kind)}
-    assert all((tpe is None) == (row == "without MD-TPE") for tpe in tpes_of(net))
+    stages = [stage for stage in getattr(net, "stages", [net]) if stage.blocks]
+    used = [block.mixer for stage in stages for block in stage.blocks]
+    assert {type(mixer) for mixer in used} == {getattr(mixers, kind)}
+    assert all((stage.tpe is None) == (row == "without MD-TPE") for stage in stages)
     if kind == "LightNetAttention":
-        assert all((m.lrpe is None) == (row == "without MD-LRPE") for m in mixers_of(net))
+        assert all((mixer.lrpe is None) == (row == "without MD-LRPE") for mixer in used)
     assert getattr(net, "causal", False) == row.startswith("axis-causal")
     if stem == "spoken_digits":
         assert cli.datamodule.batching == ("padded" if row == "padded" else "packed")

@@ -35,80 +35,52 @@ from ndlightnet.training import (
 )
 from ndlightnet.training.core.data_module import DataModule
 
-NET = {"embed_dim": 8, "depth": 2, "drop_rate": 0.2, "drop_path_rate": 0.5}
-# of each kind of data: the task, its data's class, both classes' arguments
+# of each kind of data: the task, its data's class, the class and arguments of the network and those of the data
+NET = "embed_dim: 8, depth: 2, drop_rate: 0.2, drop_path_rate: 0.5"
 KINDS = {
     "segmentation": (
         SegmentationTask,
         VolumeData,
-        "ndlightnet.NDLightUNet",
-        {
-            "dims": 3,
-            "in_channels": 1,
-            "out_channels": 2,
-            "strides": [2, 2],
-            "widths": [4, 8, 8],
-            "convs": [1, 1, 1],
-            "depths": [0, 1, 2],
-            "drop_path_rate": 0.5,
-            "deep_supervision": True,
-        },
-        "ndlightnet.training.VolumeData",
-        {
-            "patch": [8, 8, 8],
-            "batch_size": 2,
-            "batches": 5,
-            "augment": {"flip_axes": [0, 1, 2], "turn": 0.5, "shift": 1},
-        },
+        """NDLightUNet, {dims: 3, in_channels: 1, out_channels: 2, strides: [2, 2], widths: [4, 8, 8],
+            convs: [1, 1, 1], depths: [0, 1, 2], drop_path_rate: 0.5, deep_supervision: true}""",
+        """VolumeData, {patch: [8, 8, 8], batch_size: 2, batches: 5,
+            augment: {flip_axes: [0, 1, 2], turn: 0.5, shift: 1}}""",
     ),
     "video": (
         VideoTask,
         VideoData,
-        "ndlightnet.NDLightNet",
-        {**NET, "dims": 3, "num_classes": 6, "patch_size": [2, 8, 8]},
-        "ndlightnet.training.VideoData",
-        {"frames": 2, "size": 16, "batch_size": 5, "clips": 1, "hflip": True, "repeats": 2, "validation": 0.34},
+        f"NDLightNet, {{{NET}, dims: 3, num_classes: 6, patch_size: [2, 8, 8]}}",
+        "VideoData, {frames: 2, size: 16, batch_size: 5, clips: 1, hflip: true, repeats: 2, validation: 0.34}",
     ),
     "images": (
         ImageTask,
         ImageFolders,
-        "ndlightnet.NDLightNet",
-        {**NET, "dims": 2, "num_classes": 3, "patch_size": 2},
-        "ndlightnet.training.ImageFolders",
-        {
-            "size": 6,
-            "batch_size": 4,
-            "hflip": 0.5,
-            "mixup": 0.5,
-            "cutmix": 0.5,
-            "randaugment": {"num_ops": 1},
-            "color_jitter": 0.1,
-            "random_erasing": 0.3,
-        },
+        f"NDLightNet, {{{NET}, dims: 2, num_classes: 3, patch_size: 2}}",
+        """ImageFolders, {size: 6, batch_size: 4, hflip: 0.5, mixup: 0.5, cutmix: 0.5, randaugment: {num_ops: 1},
+            color_jitter: 0.1, random_erasing: 0.3}""",
     ),
     "generation": (
         GenerationTask,
         ImageData,
-        "ndlightnet.NDLightDiT",
-        {"dims": 2, "in_chans": 1, "num_classes": 3, "embed_dim": 8, "depth": 2},
-        "ndlightnet.training.ImageData",
-        {"batch_size": 4, "train_limit": 20},
+        "NDLightDiT, {dims: 2, in_chans: 1, num_classes: 3, embed_dim: 8, depth: 2}",
+        "ImageData, {batch_size: 4, train_limit: 20}",
     ),
     "volume": (
         ImageTask,
         ImageData,
-        "ndlightnet.NDLightNet",
-        {**NET, "dims": 3, "in_chans": 1, "num_classes": 2, "patch_size": 2},
-        "ndlightnet.training.VolumeFolders",
-        {
-            "size": [6, 5, 4],
-            "batch_size": 4,
-            "validation": 0.2,
-            "train_limit": 20,
-            "augment": {"flip_axes": [0, 2], "shift": 1, "turn": 0.5},
-        },
+        f"NDLightNet, {{{NET}, dims: 3, in_chans: 1, num_classes: 2, patch_size: 2}}",
+        """VolumeFolders, {size: [6, 5, 4], batch_size: 4, validation: 0.2, train_limit: 20,
+            augment: {flip_axes: [0, 2], shift: 1, turn: 0.5}}""",
     ),
 }
+CONFIG = """
+seed_everything: 3
+trainer:
+  {max_epochs: 3, log_every_n_steps: 1, gradient_clip_val: 1.0, enable_progress_bar: false,
+   enable_model_summary: false, callbacks: [{class_path: ndlightnet.training.AveragedWeights,
+                                             init_args: {decay: 0.8, warmup: true}}]}
+model: {lr: 0.01}
+"""
 # so that torch, Lightning and MONAI are imported once, and no process is forked that has threads
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
@@ -116,65 +88,51 @@ PROCESSES.set_forkserver_preload(
 )
 
 
-def has_workers(kind: str) -> bool:
-    return kind not in ("generation", "volume")  # their batches are made where they are used
-
-
 def config(kind: str, root: Path, out: Path, workers: int, accelerator: str = "cpu") -> Path:
-    *_, net, net_arguments, data, data_arguments = KINDS[kind]
-    average = {"class_path": "ndlightnet.training.AveragedWeights", "init_args": {"decay": 0.8, "warmup": True}}
-    given = {
-        "seed_everything": 3,
-        "trainer": {
-            "accelerator": accelerator,
-            "max_epochs": 3,
-            "log_every_n_steps": 1,
-            "gradient_clip_val": 1.0,
-            "default_root_dir": str(out),
-            "callbacks": [average],
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        },
-        "model": {"lr": 1e-2, "net": {"class_path": net, "init_args": net_arguments}},
-        "data": {"class_path": data, "init_args": {"root": str(root), **data_arguments}},
-    }
-    if has_workers(kind):
-        given["data"]["init_args"]["workers"] = workers
+    *_, net, data = KINDS[kind]
+    (net, net_arguments), (data, arguments) = (yaml.safe_load(f"[{entry}]") for entry in (net, data))
+    if kind not in ("generation", "volume"):  # their batches are made where they are used
+        arguments["workers"] = workers
+    content = yaml.safe_load(CONFIG)
+    content["trainer"] |= {"accelerator": accelerator, "default_root_dir": str(out)}
+    content["model"]["net"] = {"class_path": f"ndlightnet.{net}", "init_args": net_arguments}
+    arguments["root"] = str(root)
+    content["data"] = {"class_path": f"ndlightnet.training.{data}", "init_args": arguments}
     out.mkdir(exist_ok=True)
-    (out / "given.yaml").write_text(yaml.dump(given))
-    return out / "given.yaml"
+    (out / "options.yaml").write_text(yaml.dump(content))
+    return out / "options.yaml"
 
 
-def fit(kind: str, given: Path, die: int, more: tuple[str, ...]) -> None:
-    """In a process of its own. Writes "step loss" line by line to `losses` beside `given`; dies by
+def fit(kind: str, path: Path, die: int, more: tuple[str, ...]) -> None:
+    """In a process of its own. Writes "step loss" line by line to `losses` beside the config; dies by
     its own hand, before the optimizer of step `die` steps."""
     task, data, *_ = KINDS[kind]
-    with open(given.with_name("log"), "a") as log:
+    with open(path.with_name("log"), "a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of loaders, as in any process
     step = task.training_step
 
-    def told(self, batch, number):
+    def logged(self, batch, number):
         loss = step(self, batch, number)
-        with open(given.with_name("losses"), "a") as losses:
+        with open(path.with_name("losses"), "a") as losses:
             print(self.global_step, loss.item().hex(), file=losses)
         if self.global_step == die:
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
-    task.training_step = told
-    sys.argv = ["task.py", "fit", "--config", str(given), *more]
+    task.training_step = logged
+    sys.argv = ["task.py", "fit", "--config", str(path), *more]
     sys.exit(run(task, data, Path("none")))
 
 
-def train(kind: str, given: Path, die: int = -1, *more: str) -> int:
+def train(kind: str, path: Path, die: int = -1, *more: str) -> int:
     """The exit status."""
-    process = PROCESSES.Process(target=fit, args=(kind, given, die, more))
+    process = PROCESSES.Process(target=fit, args=(kind, path, die, more))
     process.start()
     process.join()
-    print(given.with_name("log").read_text()[-2000:])  # pytest shows it where a test fails
+    print(path.with_name("log").read_text()[-2000:])  # pytest shows it where a test fails
     return process.exitcode
 
 
@@ -187,21 +145,21 @@ def checkpoint(out: Path, name: str) -> dict:
     return saved
 
 
-def same(one: object, other: object, where: str = "") -> None:
+def same(one: object, two: object, path: str = "") -> None:
     """Bit for bit, through dictionaries and lists."""
-    assert type(one) is type(other), where
+    assert type(one) is type(two), path
     if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other) and one.dtype == other.dtype, where
+        assert torch.equal(one, two) and one.dtype == two.dtype, path
     elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
+        assert one.keys() == two.keys(), path
         for key in one:
-            same(one[key], other[key], f"{where}.{key}")
+            same(one[key], two[key], f"{path}.{key}")
     elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for place, pair in enumerate(zip(one, other, strict=True)):
-            same(*pair, f"{where}.{place}")
+        assert len(one) == len(two), path
+        for number, pair in enumerate(zip(one, two, strict=True)):
+            same(*pair, f"{path}.{number}")
     else:
-        assert one == other, where
+        assert one == two, path
 
 
 def write(kind: str, root: Path) -> None:
@@ -210,23 +168,23 @@ def write(kind: str, root: Path) -> None:
         make_moving_digits(root, 18, 6, frames=6, size=24, progress=False)
     elif kind == "generation":
         arrays = {}
-        for part, count in (("train", 30), ("test", 6)):
-            arrays[f"{part}_images"] = rng.integers(0, 256, (count, 8, 8), np.uint8)
-            arrays[f"{part}_labels"] = rng.integers(0, 3, (count, 1))
+        for split, count in (("train", 30), ("test", 6)):
+            arrays[f"{split}_images"] = rng.integers(0, 256, (count, 8, 8), np.uint8)
+            arrays[f"{split}_labels"] = rng.integers(0, 3, (count, 1))
         np.savez(root, **arrays)
     else:
-        for part, count in (("train", 13), ("test", 1)):
+        for split, count in (("train", 13), ("test", 1)):
             for name, deviation in (("dark", 1.0), ("bright", 2.0)):
-                (root / part / name).mkdir(parents=True)
+                (root / split / name).mkdir(parents=True)
                 for number in range(count):
                     voxels = rng.normal(0, deviation, (6, 5, 4)).astype(np.float32)
-                    file = root / part / name / f"{number}.nii.gz"
+                    file = root / split / name / f"{number}.nii.gz"
                     nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), file)
 
 
 @pytest.fixture(scope="module")
 def runs(write_decathlon, write_stripes, tmp_path_factory):
-    """runs(kind) -> (the data, the folder of a whole training, that of one that was killed, and a
+    """runs(kind) -> (the data, the folder of a complete training, that of one that was killed, and a
     copy of it: the best checkpoint is known where it was)."""
     writers = {
         "segmentation": lambda root: write_decathlon(root, cases=6),
@@ -238,11 +196,11 @@ def runs(write_decathlon, write_stripes, tmp_path_factory):
         folder = tmp_path_factory.mktemp(kind)
         root = folder / ("data.npz" if kind == "generation" else "data")
         writers.get(kind, partial(write, kind))(root)
-        whole, killed = folder / "whole", folder / "killed"
-        assert train(kind, config(kind, root, whole, 0)) == 0
-        steps = len(losses(whole))
+        complete, killed = folder / "complete", folder / "killed"
+        assert train(kind, config(kind, root, complete, 0)) == 0
+        steps = len(losses(complete))
         assert train(kind, config(kind, root, killed, 2), 2 * steps // 3 + 1) == -signal.SIGKILL
-        return root, whole, killed, shutil.copytree(killed, folder / "copy")
+        return root, complete, killed, shutil.copytree(killed, folder / "copy")
 
     return make
 
@@ -257,19 +215,19 @@ def losses(out: Path) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_in_mid_epoch_and_resumed(runs, kind):
     """In the third epoch, which a resumed training begins with."""
-    root, whole, out, copy = runs(kind)
+    root, complete, out, copy = runs(kind)
     shutil.rmtree(out)
     shutil.copytree(copy, out)
-    wanted = losses(whole)
-    done = 2 * len(wanted) // 3
-    assert done > 2 and [step for step, _ in wanted] == list(range(len(wanted)))
-    assert len({loss for _, loss in wanted}) == len(wanted)  # no two steps are alike by themselves
+    expected = losses(complete)
+    done = 2 * len(expected) // 3
+    assert done > 2 and [step for step, _ in expected] == list(range(len(expected)))
+    assert len({loss for _, loss in expected}) == len(expected)  # no two steps are alike by themselves
     assert checkpoint(out, "last")["global_step"] == done
     resume = f"--ckpt_path={out}/checkpoints/last.ckpt"
     assert train(kind, config(kind, root, out, 2), -1, resume) == 0
-    assert losses(out) == wanted[: done + 2] + wanted[done:]
+    assert losses(out) == expected[: done + 2] + expected[done:]
     for name in ("last", "best"):
-        ours, theirs = checkpoint(out, name), checkpoint(whole, name)
+        ours, theirs = checkpoint(out, name), checkpoint(complete, name)
         assert {"state_dict", "averaging_state", "optimizer_states", "lr_schedulers"} <= ours.keys()
         same(ours, theirs, name)
     average, now = ours["state_dict"], ours["current_model_state"]
@@ -322,13 +280,13 @@ def test_killed_and_resumed_on_a_card(write_decathlon, tmp_path):
     """Steps 10 to 13, before the kill and again after it. The card adds in any order: two runs
     from one seed were 2e-4 apart in the fourth step."""
     root = write_decathlon(tmp_path / "data", cases=6)
-    given = config("segmentation", root, tmp_path / "run", 2, accelerator="gpu")
-    assert train("segmentation", given, 13) == -signal.SIGKILL
+    path = config("segmentation", root, tmp_path / "run", 2, accelerator="gpu")
+    assert train("segmentation", path, 13) == -signal.SIGKILL
     resume = f"--ckpt_path={tmp_path}/run/checkpoints/last.ckpt"
-    assert train("segmentation", given, -1, resume) == 0
-    found = losses(tmp_path / "run")
-    assert [step for step, _ in found] == [*range(14), *range(10, 15)]
-    values = np.array([float.fromhex(loss) for _, loss in found])
+    assert train("segmentation", path, -1, resume) == 0
+    steps_and_losses = losses(tmp_path / "run")
+    assert [step for step, _ in steps_and_losses] == [*range(14), *range(10, 15)]
+    values = np.array([float.fromhex(loss) for _, loss in steps_and_losses])
     before, after = values[10:14], values[14:18]
     print("relative differences", np.abs(after / before - 1))
     assert np.abs(after / before - 1).max() < 1e-3 < np.abs(np.diff(before) / before[1:]).min()

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, atomic_write
-from ndlightnet.models.weights import no_checkpoint
+from ndlightnet.models.weights import no_checkpoint, read_checkpoint
 
 NAMES = ("names",)
 
@@ -58,13 +58,10 @@ def check_checkpoint(path: str, model: L.LightningModule, data: Any, entries: Se
 def load_initial(path: str, net: nn.Module) -> str:
     """Load the weights of a checkpoint's network that `net` has in the same shape, and return a
     line that names the others. DataError if there is none."""
-    if not Path(path).is_file():
-        raise DataError(f"model.init: {no_checkpoint(path)}")
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    except Exception as error:  # its class depends on what is in the file
-        raise DataError(f"model.init: {path}: not a checkpoint ({type(error).__name__})") from error
-    weights = {key.removeprefix("net."): x for key, x in saved.items() if key.startswith("net.")}
+        _, weights = read_checkpoint(path)
+    except (ValueError, FileNotFoundError) as error:
+        raise DataError(f"model.init: {error}") from error
     current = net.state_dict()
     fits = {key: x for key, x in weights.items() if key in current and current[key].shape == x.shape}
     if not fits:

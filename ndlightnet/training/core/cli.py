@@ -1,10 +1,10 @@
-"""The command line of every task: LightningCLI with our loggers, checkpoints and one-line
-errors."""
+"""The command line of every task: LightningCLI with our loggers, checkpoints and one-line errors."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import re
 import sys
 import warnings
 from argparse import SUPPRESS
@@ -34,9 +34,8 @@ RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr
 
 
 class TaskCLI(LightningCLI):
-    """Command line with `fit`, `validate`, `test`, `predict` and, if the trainer has it, `stream`;
-    configured by YAML files and overridden by arguments. The optimizer and the schedule are those
-    of the task, see `adamw_with_cosine`."""
+    """Command line with `fit`, `validate`, `test`, `predict` and, if the trainer has it, `stream`; configured by YAML
+    files and overridden by arguments. The optimizer and the schedule are those of the task, see `adamw_with_cosine`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         defaults = {"subclass_mode_data": True, "parser_class": TaskParser, "auto_configure_optimizers": False}
@@ -102,12 +101,10 @@ class TaskCLI(LightningCLI):
                 self._note_finished(kwargs["ckpt_path"])
         elif subcommand in ("validate", "test"):
             self.model.notes.append(f"--ckpt_path: {subcommand} got none and measures the network as it was built")
-        if subcommand == "stream":
-            return kwargs
         if subcommand == "test":
             kwargs["verbose"] = False  # the task's summary has the results
         # a checkpoint is data, not code
-        return {**kwargs, "weights_only": True}
+        return kwargs if subcommand == "stream" else {**kwargs, "weights_only": True}
 
     def after_validate(self) -> None:
         if not sum(self.trainer.num_val_batches):
@@ -117,18 +114,15 @@ class TaskCLI(LightningCLI):
         """Print a note if a training that is resumed has no epoch left; its config stays."""
         loops = torch.load(path, map_location="meta", weights_only=True)["loops"]
         epochs = loops["fit_loop"]["epoch_progress"]["current"]["processed"]
-        most = self.trainer.max_epochs
-        if most is not None and 0 < most <= epochs:
-            log_rank_zero(
-                [f"{path}: has been trained for {epochs} epochs, nothing is left of trainer.max_epochs={most}"]
-            )
-            trainer: Any = self.trainer
+        trainer: Any = self.trainer
+        if 0 < (trainer.max_epochs or 0) <= epochs:
+            end = f"nothing is left of trainer.max_epochs={trainer.max_epochs}"
+            log_rank_zero([f"{path}: has been trained for {epochs} epochs, {end}"])
             trainer.callbacks = [x for x in trainer.callbacks if not isinstance(x, SaveConfig)]
 
     @rank_zero_only
     def before_fit(self) -> None:
-        net = self.model.net
-        size = f"{type(net).__name__}, {parameter_count(net):,} parameters"
+        size = f"{type(self.model.net).__name__}, {parameter_count(self.model.net):,} parameters"
         print(f"{size}; results in {self.trainer.default_root_dir}", file=sys.stderr)
 
     @rank_zero_only
@@ -184,43 +178,21 @@ class TaskCLI(LightningCLI):
 
 
 # Messages that Lightning prints in every run, to be hidden: beginnings of its log lines ...
-LINES = (
-    "GPU available",
-    "TPU available",
-    "HPU available",
-    "💡 Tip",
-    "Seed set to",
-    "Using ",
-    "Loading `train_dataloader`",
-    "`Trainer.fit` stopped: `max_",
-    "LOCAL_RANK",
-    "You are using a CUDA",
-    "Restoring states",
-    "Restored all states",
-    "Loaded model weights",
-    "The following callbacks returned in",
-    "Found current_model_state",
+LINES = re.compile(
+    "[GTH]PU available|LOCAL_RANK|You are using a CUDA|Using |Seed set to|💡 Tip|Loading `train_dataloader`"
+    "|`Trainer.fit` stopped: `max_|Restor(ing|ed all) states|Loaded model weights|Found current_model_state"
+    "|The following callbacks returned in"
 )
 # ... and patterns of its warnings about what is intended here (workers, predictions that are
 # written and not returned, checkpoints that are overwritten, a test without the callbacks of
 # `fit`, no validation, averages of a task whose configure_model shards nothing and which are tested
 # and used for prediction) or about what concerns only its developers
 WARNINGS = (
-    r".*does not have many workers",
-    r"Checkpoint directory .* exists and is not empty",
-    r"Be aware that when using `ckpt_path`",
-    r"The dirpath has changed",
-    r"Total length of",
-    r"`ModelCheckpoint\(monitor=",
-    r".*LeafSpec",
-    r".*treespec",
-    r"LightningCLI's args parameter",
-    r"You defined a `validation_step` but have no",
-    r"This DataLoader will create",
-    r"predict returned None",
-    r".*`isinstance\(treespec, LeafSpec\)`",
-    r"You're using the WeightAveraging callback with a model that overrides the configure_model",
-    r"You're using the WeightAveraging callback, but loading a checkpoint outside the 'fit' stage",
+    r".*does not have many workers|This DataLoader will create|Total length of",
+    r"Checkpoint directory .* exists and is not empty|The dirpath has changed|`ModelCheckpoint\(monitor=",
+    r"Be aware that when using `ckpt_path`|LightningCLI's args parameter|predict returned None",
+    r".*(LeafSpec|treespec)|You defined a `validation_step` but have no",
+    r"You're using the WeightAveraging callback(, but loading| with a model that overrides the configure_model)",
     r"The AccumulateGrad node's stream",  # of captured networks, whose stream is another one
 )
 
@@ -233,16 +205,16 @@ def quiet() -> None:
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     for name in (
-        "lightning.pytorch.utilities.rank_zero",
-        "lightning.fabric.utilities.rank_zero",
-        "lightning.fabric.utilities.seed",
-        "lightning.pytorch.accelerators.cuda",
+        "pytorch.utilities.rank_zero",
+        "fabric.utilities.rank_zero",
+        "fabric.utilities.seed",
+        "pytorch.accelerators.cuda",
     ):
-        logging.getLogger(name).addFilter(_tells)
+        logging.getLogger(f"lightning.{name}").addFilter(_is_no_hint)
 
 
-def _tells(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(LINES)
+def _is_no_hint(record: logging.LogRecord) -> bool:
+    return LINES.match(record.getMessage()) is None
 
 
 def task_cli(
@@ -265,8 +237,7 @@ def _demonstration(config: Path) -> list[str]:
     """Return the arguments that train on a config, or go on with what an earlier call has left."""
     trainer = yaml.safe_load(config.read_text(encoding="utf-8")).get("trainer", {})
     root = Path(trainer.get("default_root_dir", "runs"))
-    resumed = resumption(root)
-    if resumed:
+    if resumed := resumption(root):
         log_rank_zero([f"{root}: holds a run, which goes on unless finished; delete it to begin another"])
     return ["fit", "--config", str(config), *resumed]
 
@@ -280,10 +251,9 @@ def run(
 ) -> int:
     """Run a task's command line; without arguments train and test on the config `default`.
 
-    commands: more subcommands by name, functions that take the rest of the arguments and return an
-    exit status, or None for 0. arguments: default: those of this process.
-    Returns the exit status: 0, or 1 after an error in the data or a file that could not be
-    predicted.
+    commands: more subcommands by name, functions that take the rest of the arguments and return an exit status, or None
+    for 0. arguments: default: those of this process. Returns the exit status: 0, or 1 after an error in the data or a
+    file that could not be predicted.
     """
     quiet()
     words = sys.argv[1:] if arguments is None else arguments

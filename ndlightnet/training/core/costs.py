@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 Cost = tuple[float, int]  # seconds, and the peak of memory (bytes)
@@ -23,19 +24,18 @@ class Meter:
     """Measures time and memory from its creation; waits for the device then and in `read`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        if device.type == "cuda":
+        self.device, self.cuda = device, device.type == "cuda"
+        if self.cuda:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
         self.start = time.perf_counter()
 
     def read(self) -> Cost:
         """Return seconds and the peak memory of tensors on a CUDA device (bytes; else 0)."""
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - self.start
-        cuda = self.device.type == "cuda"
-        return seconds, torch.cuda.max_memory_allocated(self.device) if cuda else 0
+        return seconds, torch.cuda.max_memory_allocated(self.device) if self.cuda else 0
 
 
 class CostMonitor(L.Callback):
@@ -106,9 +106,8 @@ class CostMonitor(L.Callback):
         self.seconds, self.peak, self.throughput = checkpoint["cost"]
 
     def measured(self) -> dict[str, float | None]:
-        """Return, for metrics.json, step_ms, the median, peak_memory_gb (without activations in the
-        private memory of a CUDA graph) and samples_per_second, the median over epochs. None: not
-        trained here, not measured, or no GPU."""
+        """Return, for metrics.json, step_ms, the median, peak_memory_gb (without activations in the private memory of a
+        CUDA graph) and samples_per_second, the median over epochs. None: not trained here, not measured, or no GPU."""
         return {
             "step_ms": 1e3 * statistics.median(self.seconds) if self.seconds else None,
             "peak_memory_gb": self.peak / 1e9 or None,
@@ -122,13 +121,8 @@ def parameter_count(net: nn.Module) -> int:
 
 def training_costs(net: nn.Module, monitor: CostMonitor) -> dict[str, Any]:
     """Return costs for metrics.json from a "step" monitor. state_size: None if not fixed."""
-    return {
-        "parameters": parameter_count(net),
-        "steps": len(monitor.seconds),
-        "train_seconds": sum(monitor.seconds),
-        **monitor.measured(),
-        "state_size": state_size(net),
-    }
+    steps = {"steps": len(monitor.seconds), "train_seconds": sum(monitor.seconds)}
+    return {"parameters": parameter_count(net), **steps, **monitor.measured(), "state_size": state_size(net)}
 
 
 def case_costs(net: nn.Module, monitor: CostMonitor, cases: Collection[Cost], shape: Sequence[int]) -> dict[str, Any]:
@@ -151,9 +145,8 @@ def forward_flops(net: nn.Module, shape: Sequence[int]) -> int | None:
     """Return the FLOPs of a forward in evaluation: two for every multiply-add in matrix products,
     convolutions and torch's attention; nothing else counts, such as norms and activations.
 
-    Counted with the torch implementation of all operators, whatever kernels the device has, on fake
-    tensors, so that all networks are counted alike, and at any shape. None for a network whose
-    forward needs the values of tensors.
+    Counted with the torch implementation of all operators, whatever kernels the device has, on fake tensors, so that
+    all networks are counted alike, and at any shape. None for a network whose forward needs the values of tensors.
     """
     copy = deepcopy(net)
     vars(copy).pop("forward", None)  # a CUDA graph's, which calls the original
@@ -183,26 +176,13 @@ def state_size(net: nn.Module) -> int | None:
 def latencies(task: L.LightningModule, *inputs: Tensor) -> dict[str, float]:
     """Return the milliseconds of a forward pass of `task.net`, in the precision of tests, for a
     batch and for its first sample."""
-    found: dict[str, float] = {}
     net: Any = task.net
-    plugin = task.trainer.precision_plugin
-    with torch.no_grad(), plugin.forward_context():
-        for name, some in (("latency_ms", inputs), ("latency_one_ms", [x[:1] for x in inputs])):
-            found[name] = 1e3 * median_seconds(partial(net, *some), task.device)
-    return found
+    batches = {"latency_ms": inputs, "latency_one_ms": [x[:1] for x in inputs]}
+    with torch.no_grad(), task.trainer.precision_plugin.forward_context():
+        return {name: 1e3 * median_seconds(partial(net, *batch)) for name, batch in batches.items()}
 
 
-def median_seconds(call: Callable[[], Any], device: torch.device, most: int = 30, budget: float = 2.0) -> float:
-    """Return the median time of `most` calls, or of fewer (3 at least) if they take more than
-    `budget` seconds. Two calls before them are not timed."""
-    found: list[float] = []
-    for number in range(2 + most):
-        if len(found) >= 3 and sum(found) > budget:
-            break
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if number >= 2:
-            found.append(time.perf_counter() - start)
-    return statistics.median(found)
+def median_seconds(call: Callable[[], Any]) -> float:
+    """Return the median time of a call, after calls to warm up; the device is waited for."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange().median)

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
@@ -21,9 +20,8 @@ from ndlightnet.training.report.results import log
 class DataModule(L.LightningDataModule):
     """Base class of all data.
 
-    A subclass sets `train_set`, `val_set` and `test_set` in `setup`, datasets whose samples end with
-    their numbers, or overrides the loaders. Random draws follow from the seed and the number of a
-    visit, with any number of workers.
+    A subclass sets `train_set`, `val_set` and `test_set` in `setup`, datasets whose samples end with their numbers, or
+    overrides the loaders. Random draws follow from the seed and the number of a visit, with any number of workers.
 
     Args:
         root: the folder or file; a relative one may lie in the folder that NDLIGHTNET_DATA names.
@@ -55,11 +53,24 @@ class DataModule(L.LightningDataModule):
         return self.training_loader(samples, self.repeats * len(self.train_set))
 
     def training_loader(self, samples: Any, count: int) -> TimedLoader:
-        return training_loader(samples, count, self.batch_size, self.workers, self.collate, self.spawned)
+        """Return a loader of `samples[n]` for an epoch's `count` numbers n, in whole batches."""
+        numbers = SeededSampler(count)
+        return TimedLoader(samples, sampler=numbers, drop_last=len(numbers) >= self.batch_size, **self._options())
 
     def still_loader(self, samples: Any) -> DataLoader[Any]:
         """Return a loader of all samples in their order, for validation, test and prediction."""
-        return DataLoader(samples, **_options(self.batch_size, self.workers, self.collate, self.spawned))
+        return DataLoader(samples, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "batch_size": self.batch_size,
+            "num_workers": self.workers,
+            "collate_fn": self.collate,
+            "persistent_workers": self.workers > 0,
+            "pin_memory": torch.cuda.is_available(),
+            "multiprocessing_context": "spawn" if self.spawned and self.workers else None,
+            "generator": torch.Generator(),  # or starting workers would draw from the network's
+        }
 
     def val_dataloader(self) -> Any:
         return self.still_loader(self.val_set) if len(self.val_set) else []
@@ -93,19 +104,11 @@ class DataModule(L.LightningDataModule):
 class LabelledData(DataModule):
     """Base class of data with names of classes.
 
-    Data that a network can be trained to generate have `space`, the sizes of a sample, and
-    `channels` after `setup`, and `to_pixels` and `from_pixels`.
+    Data that a network can be trained to generate have `space`, the sizes of a sample, and `channels` after `setup`,
+    `from_pixels`, which normalises (batch, channels, *space) uint8, and `to_pixels`, which undoes this and clips.
     """
 
     classes: tuple[str, ...] = ()
-
-    def to_pixels(self, x: Tensor) -> Tensor:
-        """Undo the normalisation: (batch, channels, *space) -> uint8 of this shape, clipped."""
-        raise NotImplementedError
-
-    def from_pixels(self, pixels: Tensor) -> Tensor:
-        """Normalise pixels (batch, channels, *space) uint8, as those of a batch."""
-        raise NotImplementedError
 
     def plain_train_dataloader(self) -> Any:
         """Return the training samples, each once, without augmentation if the data can do that."""
@@ -142,33 +145,6 @@ def limited(data: Any, labels: Sequence[int]) -> list[int]:
     if {labels[number] for number in chosen} != {*labels}:
         raise DataError(f"{data.root}: train_limit={limit}, no sample of a class is left to train with")
     return chosen
-
-
-def _options(batch_size: int, workers: int, collate: Callable[..., Any] | None, spawned: bool) -> dict[str, Any]:
-    return {
-        "batch_size": batch_size,
-        "num_workers": workers,
-        "collate_fn": collate,
-        "persistent_workers": workers > 0,
-        "pin_memory": torch.cuda.is_available(),
-        "multiprocessing_context": "spawn" if spawned and workers else None,
-        "generator": torch.Generator(),  # or starting workers would draw from the network's
-    }
-
-
-def training_loader(
-    samples: Any,
-    count: int,
-    batch_size: int,
-    workers: int,
-    collate: Callable[..., Any] | None = None,
-    spawned: bool = False,
-) -> TimedLoader:
-    """Return a loader of `samples[n]` for an epoch's `count` numbers n, in whole batches. Workers
-    that use CUDA must be `spawned`."""
-    numbers = SeededSampler(count)
-    full = len(numbers) >= batch_size
-    return TimedLoader(samples, sampler=numbers, drop_last=full, **_options(batch_size, workers, collate, spawned))
 
 
 class TimedLoader(DataLoader[Any]):

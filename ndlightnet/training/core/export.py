@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import warnings
@@ -11,15 +10,19 @@ from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import yaml
+from jsonargparse import ArgumentParser, auto_cli
 from torch import Tensor, nn
 from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch.export import Dim
 
 from ndlightnet.data.errors import DataError, one_line, writable
 from ndlightnet.models import NDLightNet, NDLightUNet
+from ndlightnet.models.weights import load_weights, read_checkpoint
+from ndlightnet.training.core.options import CommandParser
 from ndlightnet.training.core.runs import find_checkpoint, saved_config
 
 Run = Callable[[Tensor], Tensor]
@@ -30,26 +33,27 @@ LENGTHS = (40, 33, 90)  # the same for one axis: of less than a chunk of 64 toke
 
 
 def export(arguments: list[str]) -> int:
-    """Write a run's network to RUN/model.onnx or RUN/model.pt2, and compare the file with the
-    network at three sizes; a file that differs is not kept. Returns the exit status: 0, or 1 after
-    an error or a difference.
-
-    The file takes any batch and sizes. `pt2` is a package of AOTInductor for this device.
-    """
-    parser = argparse.ArgumentParser(prog="ndlightnet export", description=export.__doc__)
-    parser.add_argument("run", help="folder of a run, or one of its checkpoints")
-    parser.add_argument("--to", choices=("onnx", "pt2"), required=True)
-    options = parser.parse_args(arguments)
+    """Run the command `export`. Returns the exit status: 0, or 1 after an error or a difference."""
     try:
-        return _export(Path(options.run), options.to)
+        auto_cli(write_network, args=arguments, parser_class=CommandParser)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    return 0
 
 
-def _export(run: Path, to: str) -> int:
-    net, ckpt = load_network(run)
-    folder = run if run.is_dir() else ckpt.parent
+def write_network(run: str, *, to: Literal["onnx", "pt2"]) -> None:
+    """Write a run's network to RUN/model.onnx or RUN/model.pt2.
+
+    The file takes any batch and sizes. It is compared with the network at three sizes; a file that
+    differs is not kept. `pt2` is a package of AOTInductor for this device.
+
+    Args:
+        run: folder of a run, or one of its checkpoints.
+        to: the format.
+    """
+    net, ckpt = load_network(Path(run))
+    folder = Path(run) if Path(run).is_dir() else ckpt.parent
     device = torch.device("cuda" if to == "pt2" and torch.cuda.is_available() else "cpu")
     net.to(device)
     print(f"{ckpt}: {type(net).__name__}, for {device.type}")
@@ -72,28 +76,20 @@ def _export(run: Path, to: str) -> int:
         for written in sorted(Path(place).iterdir(), key=lambda written: written == draft):  # it comes last
             written.replace(folder / written.name)
     print(f"wrote {folder / draft.name}")
-    return 0
 
 
 def load_network(run: Path) -> tuple[nn.Module, Path]:
     """Return the network of a run in eval mode, and the checkpoint: the one given, or a folder's
     best.ckpt or else last.ckpt. The run's config says what the network is."""
-    import yaml
-    from jsonargparse import ArgumentParser
-
     ckpt, root = find_checkpoint(run)
     config = saved_config(root)
     try:
-        saved = torch.load(ckpt, map_location="cpu", weights_only=True)["state_dict"]
-    except Exception as error:  # its class depends on what is in the file
-        raise DataError(f"{ckpt}: not a checkpoint of ours ({type(error).__name__})") from error
-    try:
+        _, weights = read_checkpoint(ckpt)
         parser = ArgumentParser(exit_on_error=False)
         parser.add_subclass_arguments(nn.Module, "net")
         net_config = {"net": yaml.safe_load(config.read_text())["model"]["net"]}
         net: nn.Module = parser.instantiate_classes(parser.parse_object(net_config)).net
-        weights = {key[4:]: value for key, value in saved.items() if key.startswith("net.")}
-        net.load_state_dict(weights)
+        load_weights(net, weights, ckpt)
     except Exception as error:  # classes may raise anything
         raise DataError(f"{config}: not the network of {ckpt} ({one_line(error)})") from error
     return net.eval(), ckpt
@@ -103,24 +99,21 @@ def load_network(run: Path) -> tuple[nn.Module, Path]:
 def example(net: nn.Module, at: int, batch: int) -> Tensor:
     """Return a random input of size number `at` (0: the traced one)."""
     kind = next(net.parameters())
+    if not isinstance(net, NDLightNet | NDLightUNet):
+        raise DataError(f"{type(net).__name__}: expected NDLightNet or NDLightUNet")
+    shape = (SIZES[at] * net.dims)[: net.dims]
     if isinstance(net, NDLightNet):
-        shape = LENGTHS[at : at + 1] if net.dims == 1 else _sizes(net.dims, at)
+        shape = LENGTHS[at : at + 1] if net.dims == 1 else shape
         if net.vocab_size is not None:
             return torch.randint(net.vocab_size, (batch, *shape), device=kind.device)
         patch: Any = net.embed.patch
         channels = net.in_chans
-    elif isinstance(net, NDLightUNet):
-        shape, channels = tuple(n - 2 for n in _sizes(net.dims, at)), net.in_channels
-        patch = [math.prod(steps) for steps in zip(*net.strides, strict=True)]
     else:
-        raise DataError(f"{type(net).__name__}: expected NDLightNet or NDLightUNet")
+        shape, channels = tuple(n - 2 for n in shape), net.in_channels
+        patch = [math.prod(steps) for steps in zip(*net.strides, strict=True)]
     # no whole number of patches
     space = [n * step - (step > 1) for n, step in zip(shape, patch, strict=True)]
     return torch.randn(batch, channels, *space, dtype=kind.dtype, device=kind.device)
-
-
-def _sizes(dims: int, at: int) -> tuple[int, ...]:
-    return (SIZES[at] * dims)[:dims]
 
 
 def _dynamic(x: Tensor) -> tuple[dict[int, Any]]:
@@ -132,16 +125,10 @@ def _dynamic(x: Tensor) -> tuple[dict[int, Any]]:
 # --------------------------------------------------------------------------------------- files
 def write_onnx(net: nn.Module, path: Path) -> None:
     x = example(net, 0, 2)
-    program = torch.onnx.export(
-        net,
-        (x,),
-        dynamo=True,
-        dynamic_shapes=_dynamic(x),
-        input_names=["input"],
-        output_names=["output"],
-        verbose=False,
-        optimize=False,  # it takes as long as all the rest, and runtimes optimise when they load
-    )
+    names: Any = {"input_names": ["input"], "output_names": ["output"]}
+    # optimize takes as long as all the rest, and runtimes optimise when they load
+    options: Any = {"dynamo": True, "dynamic_shapes": _dynamic(x), "verbose": False, "optimize": False}
+    program = torch.onnx.export(net, (x,), **names, **options)
     assert program is not None
     numbers = sum(p.numel() * p.element_size() for p in net.parameters())
     with writable(path):

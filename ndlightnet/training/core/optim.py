@@ -7,7 +7,6 @@ import re
 from functools import partial
 from typing import Any
 
-import lightning as L
 import torch
 from torch import nn
 
@@ -82,30 +81,21 @@ def warm_cosine(step: int, total: int, warmup: int | None = None, end: float = 0
     return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def adamw_with_cosine(
-    task: L.LightningModule,
-    net: nn.Module,
-    lr: float,
-    weight_decay: float,
-    warmup_epochs: float | None = None,
-    min_lr: float | None = None,
-    layer_decay: float | None = None,
-) -> Any:
-    """Return AdamW and the schedule of `warm_cosine`; see Task for the arguments.
+def adamw_with_cosine(task: Any, net: nn.Module) -> dict[str, Any]:
+    """Return AdamW and the schedule of `warm_cosine` for a Task, which has the options, and its network.
 
     torch's CosineAnnealingLR is not used: its checkpoint holds the number of steps. A training that
     is resumed for more steps would reach its lowest rate at the old end, and rise again after it.
     """
-    groups = decayed_groups(net, weight_decay)
-    if layer_decay is not None:
-        groups = layered_groups(groups, net, lr, layer_decay)
-    optimizer = torch.optim.AdamW(groups, lr=lr)
-    total = int(task.trainer.estimated_stepping_batches)
-    warmup = None
-    if warmup_epochs is not None:
+    groups = decayed_groups(net, task.weight_decay)
+    if task.layer_decay is not None:
+        groups = layered_groups(groups, net, task.lr, task.layer_decay)
+    optimizer = torch.optim.AdamW(groups, lr=task.lr)
+    total, warmup = int(task.trainer.estimated_stepping_batches), None
+    if task.warmup_epochs is not None:
         steps = task.trainer.num_training_batches / task.trainer.accumulate_grad_batches
-        warmup = round(warmup_epochs * steps)
-    end = 0.01 if min_lr is None else min_lr / lr
+        warmup = round(task.warmup_epochs * steps)
+    end = 0.01 if task.min_lr is None else task.min_lr / task.lr
     rate = partial(warm_cosine, total=total, warmup=warmup, end=end)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

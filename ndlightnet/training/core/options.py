@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
+from pydoc import locate
 from typing import Any, NoReturn
 
 import yaml
@@ -12,6 +15,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from ndlightnet.data.errors import DataError, one_line, printable
 from ndlightnet.layout.spelling import did_you_mean
+
+# jsonargparse's words on an argument of a class that may also be null
+NESTED = " - Expected a <class 'NoneType'> Given value type: <class 'jsonargparse._util.NestedArg'>"
 
 
 def check(argument: str, value: object, good: bool, expected: str) -> None:
@@ -31,7 +37,7 @@ class OneLine:
         words = [word.partition("=")[0].rstrip(":") for word in message.split() if word.startswith("--")]
         near = [did_you_mean(word[2:], options, "") for word in words if word[2:] not in options]
         hint = f"; did you mean --{near[0]}?" if any(near[:1]) else ""
-        self.exit(2, f"error: {printable(' '.join(message.split()) + hint)}\n")
+        self.exit(2, f"error: {printable(shortened(message) + hint)}\n")
         raise AssertionError("exit returned")
 
 
@@ -43,9 +49,26 @@ class CommandParser(OneLine, ArgumentParser):
     """The parser of a function whose parameters are its options."""
 
 
+def shortened(message: str) -> str:
+    """Return a message of jsonargparse as one line: for an argument that a class does not have, the one that was
+    probably meant; for a value of a wrong type, the option, the value and the types. Others keep their words."""
+    line = " ".join(message.split())
+    option = ".".join(re.findall(r'Parser key "([\w.]+)"', line))
+    if unknown := re.search(r"class_path '([\w.]+)': Option '(\w+)' is not accepted", line):
+        path, name = unknown.groups()
+        names: Any = signature(locate(path)).parameters  # type: ignore[arg-type]
+        return f"{option}.{name}: {path} has no such argument{did_you_mean(name, names)}"
+    line_of_value = line.partition(NESTED)[0]
+    value = re.search(r"(?:Got value|Given value|path string): (.*?)(?: - |$)", line_of_value)
+    types = dict.fromkeys(
+        re.findall(r"Expected a (?:<class '(?:\w+\.)*|typing\.)?(dot import path|Literal\[.*?\]|\w+)", line_of_value)
+    )
+    expected = " or ".join(types).replace("NoneType", "null")
+    return f"{option}: {value[1]}, expected {expected}" if option and value and types else line
+
+
 def check_configs(arguments: list[str]) -> None:
-    """Raise a DataError that names the file for each `--config FILE` of a command line that is
-    missing or no YAML."""
+    """Raise a DataError that names the file for each `--config FILE` of a command line that is missing or no YAML."""
     joined = [one.partition("=")[2] for one in arguments if one.startswith("--config=")]
     pairs = pairwise(arguments)
     for name in joined + [after for one, after in pairs if one in ("-c", "--config")]:

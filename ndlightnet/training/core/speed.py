@@ -13,9 +13,8 @@ from ndlightnet.training.report.results import log_rank_zero
 
 
 def checkpoint_blocks(net: nn.Module) -> None:
-    """Switch on gradient checkpointing: in training the activations within a block are computed
-    again in the backward pass instead of stored. The names of parameters stay. ValueError for a
-    network without blocks."""
+    """Switch on gradient checkpointing: in training the activations within a block are computed again in the backward
+    pass instead of stored. The names of parameters stay. ValueError for a network without blocks."""
     enable: Any = getattr(net, "set_grad_checkpointing", None)
     if enable is not None:
         enable()
@@ -38,8 +37,7 @@ def _forward(block: Block, *inputs: Any, **named: Any) -> Any:
 
 
 def note_torch_lines(net: nn.Module) -> None:
-    """Print a note at the first call of an MD-TPE whose lines its kernel does not take, for each in
-    a network."""
+    """Print a note at the first call of an MD-TPE whose lines its kernel does not take, for each in a network."""
     for module in net.modules():
         if isinstance(module, MDTPE):
             hooks: list[Any] = []

@@ -88,31 +88,23 @@ class Task(L.LightningModule):
         out_of_core: bool = False,
     ) -> None:
         super().__init__()
-        self.init: str | None = init
-        good = grid_devices >= 1
-        check("model.grid_devices", grid_devices, good, "1 or more processes")
-        if grid_devices > 1:
-            good = self.grid_parallel and hasattr(net, "slab_multiples")
-            expected = f"1 for {type(self).__name__} with {type(net).__name__}"
-            check("model.grid_devices", grid_devices, good, expected)
-        self.grid_devices, self.offload, self.grid = grid_devices, offload, None
-        self.out_of_core = out_of_core
-        # not registered as a submodule: a checkpoint holds one network
-        vars(self)["predictor"] = OutOfCore(net) if out_of_core else net
-        self.net, self.lr, self.weight_decay, self.compiles = net, lr, weight_decay, compile
+        check("model.grid_devices", grid_devices, grid_devices >= 1, "1 or more processes")
+        shared = grid_devices == 1 or (self.grid_parallel and hasattr(net, "slab_multiples"))
+        check("model.grid_devices", grid_devices, shared, f"1 for {type(self).__name__} with {type(net).__name__}")
         check("model.lr", lr, lr > 0, "a number above 0")
         check("model.weight_decay", weight_decay, weight_decay >= 0, "0 or more")
-        good = not (cuda_graph and compile)
-        check("model.cuda_graph", cuda_graph, good, "false with model.compile=True")
-        good = warmup_epochs is None or warmup_epochs >= 0
-        check("model.warmup_epochs", warmup_epochs, good, "0 or more epochs")
-        good = min_lr is None or 0 <= min_lr <= lr
-        check("model.min_lr", min_lr, good, f"0 to model.lr={lr:g}")
-        good = layer_decay is None or 0 < layer_decay <= 1
-        check("model.layer_decay", layer_decay, good, "a fraction above 0, at most 1")
-        self.graphed: list[torch.Size] = []  # shapes of the inputs of the CUDA graph
-        self.cuda_graph, self.layer_decay = cuda_graph, layer_decay
+        check("model.cuda_graph", cuda_graph, not (cuda_graph and compile), "false with model.compile=True")
+        check("model.warmup_epochs", warmup_epochs, (warmup_epochs or 0) >= 0, "0 or more epochs")
+        check("model.min_lr", min_lr, 0 <= (min_lr or 0) <= lr, f"0 to model.lr={lr:g}")
+        decays = layer_decay is None or 0 < layer_decay <= 1
+        check("model.layer_decay", layer_decay, decays, "a fraction above 0, at most 1")
+        self.net, self.compiles, self.cuda_graph, self.init = net, compile, cuda_graph, init
+        self.lr, self.weight_decay, self.layer_decay = lr, weight_decay, layer_decay
         self.warmup_epochs, self.min_lr = warmup_epochs, min_lr
+        self.grid_devices, self.offload, self.out_of_core, self.grid = grid_devices, offload, out_of_core, None
+        # not registered as a submodule: a checkpoint holds one network
+        vars(self)["predictor"] = OutOfCore(net) if out_of_core else net
+        self.graphed: list[torch.Size] = []  # shapes of the inputs of the CUDA graph
         if grad_checkpointing:
             checkpoint_blocks(net)
         self.cost = CostMonitor(self.measures)
@@ -123,34 +115,25 @@ class Task(L.LightningModule):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call the network as training does: compiled or from a graph, if so configured."""
         if self.graphed and self.training and [x.shape for x in inputs] != self.graphed:
-            here, there = ([tuple(shape) for shape in some] for some in ((x.shape for x in inputs), self.graphed))
-            raise DataError(f"model.cuda_graph: true, got a batch of {here}, expected {there}")
-        if self.training and (self.offload or self.grid is not None):
-            with ExitStack() as stack:
-                if self.offload:
-                    pinned = self.device.type == "cuda"
-                    stack.enter_context(save_on_cpu(pin_memory=pinned))
-                if self.grid is not None:
-                    stack.enter_context(activated(self.grid))
-                    inputs = tuple(self.slab(x) for x in inputs)
-                return self._called(*inputs, **named)
-        return self._called(*inputs, **named)
-
-    def _called(self, *inputs: Any, **named: Any) -> Any:
-        if not self.compiles:
-            return self.net(*inputs, **named)
-        if "compiled" not in vars(self):
+            got, expected = ([tuple(shape) for shape in shapes] for shapes in ([x.shape for x in inputs], self.graphed))
+            raise DataError(f"model.cuda_graph: true, got a batch of {got}, expected {expected}")
+        if self.compiles and "compiled" not in vars(self):
             # not registered as a submodule, or the checkpoint would hold all parameters twice
             vars(self)["compiled"] = torch.compile(self.net)
-        return vars(self)["compiled"](*inputs, **named)
+        net = vars(self)["compiled"] if self.compiles else self.net
+        with ExitStack() as stack:
+            if self.training and self.offload:
+                stack.enter_context(save_on_cpu(pin_memory=self.device.type == "cuda"))
+            if self.training and self.grid is not None:
+                stack.enter_context(activated(self.grid))
+                inputs = tuple(self.slab(x) for x in inputs)
+            return net(*inputs, **named)
 
     def slab(self, x: Any) -> Tensor:
         """Return this process's slab of a tensor (batch, channels, *space) of whole samples."""
         if self.grid is None:
             raise ValueError("slab: expected a training with grid_devices above 1")
-        if not isinstance(x, Tensor):
-            kind = type(x).__name__
-            raise DataError(f"model.grid_devices: got {kind}, expected 1 for samples in packs")
+        check("model.grid_devices", f"got {type(x).__name__}", isinstance(x, Tensor), "1 for samples in packs")
         net: Any = self.net
         return self.grid.slab(x, net.slab_multiples[self.grid.axis])
 
@@ -159,17 +142,10 @@ class Task(L.LightningModule):
         share_samples(self.grid_devices if self.trainer.training else 1)
         if self.grid_devices == 1 or not self.trainer.training or self.grid is not None:
             return
-        world = self.trainer.world_size
-        good = world % self.grid_devices == 0
-        check(
-            "model.grid_devices",
-            self.grid_devices,
-            good,
-            f"a divisor of the {world} processes (trainer.devices x trainer.num_nodes)",
-        )
-        mesh = init_device_mesh(
-            self.device.type, (world // self.grid_devices, self.grid_devices), mesh_dim_names=("data", "grid")
-        )
+        world, count = self.trainer.world_size, self.grid_devices
+        expected = f"a divisor of the {world} processes (trainer.devices x trainer.num_nodes)"
+        check("model.grid_devices", count, world % count == 0, expected)
+        mesh = init_device_mesh(self.device.type, (world // count, count), mesh_dim_names=("data", "grid"))
         self.grid = Shard(Processes(mesh.get_group("grid")), self.grid_axis())
 
     def grid_axis(self) -> int:
@@ -178,27 +154,22 @@ class Task(L.LightningModule):
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Check the precision (this is the first hook in every command) and time the training."""
-        given = self.trainer.precision
-        good = not self.only_float32 or given == "32-true" or not given.endswith("-true")
-        check("trainer.precision", given, good, "32-true, bf16-mixed or 16-mixed")
+        precision = self.trainer.precision
+        good = not self.only_float32 or precision == "32-true" or not precision.endswith("-true")
+        check("trainer.precision", precision, good, "32-true, bf16-mixed or 16-mixed")
         return [self.cost]
 
     def data(self) -> Any:
         module = self.trainer.datamodule  # type: ignore[attr-defined]
-        if module is None:
-            raise DataError(
-                f"{type(self).__name__}: expected a datamodule that knows its names, such as "
-                "trainer.fit(task, datamodule=VolumeData(...)), got none"
-            )
+        expected = "a datamodule that knows its names, such as trainer.fit(task, datamodule=VolumeData(...))"
+        check(type(self).__name__, "got none", module is not None, expected)
         return module
 
     def expect(self, **expected_values: Any) -> None:
         """Raise DataError if an attribute of the network has not the value that the data need."""
         for name, value in expected_values.items():
-            if getattr(self.net, name, value) != value:
-                raise DataError(
-                    f"{self.data().root}: expected a network with {name}={value}, got {getattr(self.net, name)}"
-                )
+            if (actual := getattr(self.net, name, value)) != value:
+                raise DataError(f"{self.data().root}: expected a network with {name}={value}, got {actual}")
 
     def out(self) -> Path:
         return Path(self.trainer.default_root_dir)
@@ -207,10 +178,8 @@ class Task(L.LightningModule):
         """Return the names of classes as figures show them, with a note on those without a font."""
         captions = figure_names(names)
         if numbers := [f"{a} {b}" for a, b in zip(captions, names, strict=True) if a != b]:
-            self.notes.append(
-                "figures: no installed font, such as Noto Sans CJK, has the names of "
-                f"{len(numbers)} classes, which are shown as numbers: {some_of(numbers)}"
-            )
+            lack = f"has the names of {len(numbers)} classes, which are shown as numbers: {some_of(numbers)}"
+            self.notes.append(f"figures: no installed font, such as Noto Sans CJK, {lack}")
         return captions
 
     @contextmanager
@@ -231,9 +200,7 @@ class Task(L.LightningModule):
             self.init = None
 
     def configure_optimizers(self) -> Any:
-        return adamw_with_cosine(
-            self, self.net, self.lr, self.weight_decay, self.warmup_epochs, self.min_lr, self.layer_decay
-        )
+        return adamw_with_cosine(self, self.net)
 
     def example_inputs(self) -> tuple[Tensor, ...] | None:
         """Return inputs of the network like those of every training batch, on the task's device,
@@ -247,18 +214,13 @@ class Task(L.LightningModule):
                 note_torch_lines(self.net)
             return
         inputs = self.example_inputs()
-        if inputs is None:
-            raise DataError(
-                f"model.cuda_graph: true, expected false: batches of {type(self).__name__} have many shapes"
-            )
-        if (count := self.trainer.accumulate_grad_batches) > 1:
-            # each replay overwrites the gradients of the one before
-            expected = f"expected false with accumulate_grad_batches={count}"
-            raise DataError(f"model.cuda_graph: true, {expected}")
+        expected = f"false: batches of {type(self).__name__} have many shapes"
+        check("model.cuda_graph", "true", inputs is not None, expected)
+        count = self.trainer.accumulate_grad_batches  # each replay overwrites the gradients of the one before
+        check("model.cuda_graph", "true", count == 1, f"false with accumulate_grad_batches={count}")
         if self.device.type != "cuda":
             return
-        if self.trainer.world_size > 1:
-            raise DataError("model.cuda_graph: true, expected false with several devices")
+        check("model.cuda_graph", "true", self.trainer.world_size == 1, "false with several devices")
         precision = self.trainer.precision_plugin
         inputs = precision.convert_input(inputs)
         with precision.forward_context():

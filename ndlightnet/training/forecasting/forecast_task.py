@@ -62,9 +62,8 @@ class ForecastTask(Task):
     def validation_step(self, batch: tuple[Any, ...], _: int) -> None:
         values, times, target, _index = batch
         mse = window_errors(self.net(values, times), target)[:, 0].mean()
-        how: dict[str, Any] = {"batch_size": len(target), "sync_dist": True}
-        self.log("val_mse", mse, prog_bar=True, **how)
-        self.log("val_score", -mse, **how)
+        self.log("val_mse", mse, prog_bar=True, batch_size=len(target), sync_dist=True)
+        self.log("val_score", -mse, batch_size=len(target), sync_dist=True)
 
     def on_test_epoch_start(self) -> None:
         # errors of each window, of the network and of the simple forecasts

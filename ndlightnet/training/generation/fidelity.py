@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -114,18 +114,18 @@ class Nearest:
 
     Args:
         queries: features (n, dim).
-        shown: numbers of the queries whose nearest samples are kept.
-        count: how many of these.
+        chosen: numbers of the queries of which the nearest samples are stored.
+        count: the number of these samples.
 
-    distances, labels: of the nearest sample of each query, (n,). near: for each query that is
-    shown, up to `count` samples, the nearest first.
+    distances, labels: of the nearest sample of each query, (n,). near: for each chosen query, up to
+    `count` samples, the nearest first.
     """
 
-    def __init__(self, queries: Tensor, shown: Sequence[int], count: int = 6) -> None:
-        self.queries, self.shown, self.count = queries, shown, count
+    def __init__(self, queries: Tensor, chosen: Sequence[int], count: int = 6) -> None:
+        self.queries, self.chosen, self.count = queries, chosen, count
         self.distances = queries.new_full((len(queries),), torch.inf)
         self.labels = torch.full((len(queries),), -1, device=queries.device)
-        self.near: list[list[Neighbour]] = [[] for _ in shown]
+        self.near: list[list[Neighbour]] = [[] for _ in chosen]
 
     def update(self, features: Tensor, labels: Tensor, pixels: Tensor) -> None:
         """Take a batch of training samples: features (batch, dim), labels, pixels (batch, ...)."""
@@ -136,16 +136,9 @@ class Nearest:
         best = (self.queries - features[at]).norm(dim=1)
         self.labels = torch.where(best < self.distances, labels[at], self.labels)
         self.distances = best.minimum(self.distances)
-        for query, near in zip(self.shown, self.near, strict=True):
-            chosen = gaps[query].topk(min(self.count, len(features)), largest=False).indices
-            exact = (self.queries[query] - features[chosen]).norm(dim=1)
-            near += map(Neighbour, exact.tolist(), labels[chosen].tolist(), pixels[chosen].cpu())
+        for query, near in zip(self.chosen, self.near, strict=True):
+            index = gaps[query].topk(min(self.count, len(features)), largest=False).indices
+            exact = (self.queries[query] - features[index]).norm(dim=1)
+            near += map(Neighbour, exact.tolist(), labels[index].tolist(), pixels[index].cpu())
             near.sort(key=lambda one: one.distance)
             del near[self.count :]
-
-
-def batches_of(data: Any, loader: Any, device: torch.device) -> Iterator[Any]:
-    """Yield (inputs, labels, numbers) of a loader as the network gets them."""
-    for batch in loader:
-        batch = data.transfer_batch_to_device(batch, device, 0)
-        yield data.on_after_batch_transfer(batch, 0)

@@ -20,13 +20,7 @@ from ndlightnet.layout import per_axis
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.task import Task
-from ndlightnet.training.generation.fidelity import (
-    Nearest,
-    batches_of,
-    frechet_distance,
-    load_features,
-    precision_and_recall,
-)
+from ndlightnet.training.generation.fidelity import Nearest, frechet_distance, load_features, precision_and_recall
 from ndlightnet.training.generation.latents import Latents, Pixels
 from ndlightnet.training.generation.sample_sheets import is_clip, save_animation, save_nearest, save_sample, save_sheet
 from ndlightnet.training.generation.schedulers import build_scheduler, check_sampling, noised, prediction
@@ -95,7 +89,7 @@ class GenerationTask(Task):
         self.classifier = (features, features_checkpoint)
 
     def setup(self, stage: str) -> None:
-        data = self.data()
+        data, kind = self.data(), type(self.data()).__name__
         inputs = ("noisy samples", "times", "classes")[: 2 + self.conditional]
         expected = f"a network that takes {', '.join(inputs)}, such as NDLightDiT"
         check("model.net", type(self.net).__name__, accepts(self.net, inputs), expected)
@@ -109,7 +103,6 @@ class GenerationTask(Task):
         self.codec = Pixels(data) if self.autoencoder is None else Latents(data, self.autoencoder)
         if stage != "predict":
             if not hasattr(data, "space"):
-                kind = type(data).__name__
                 raise DataError(f"data={kind}: expected data whose samples have one size")
             self.space = tuple(data.space)
             self.codec.shape(self.space)
@@ -134,10 +127,10 @@ class GenerationTask(Task):
         return getattr(self.net, "num_classes", 0) > 0
 
     def example_inputs(self) -> tuple[Tensor, ...]:
-        data, (channels, *sizes) = self.data(), self.latent_shape(self.space)
+        count = self.data().batch_size
         with self.device:
-            inputs = torch.zeros(data.batch_size, channels, *sizes), torch.zeros(data.batch_size)
-            labels = torch.zeros(data.batch_size, dtype=torch.int64)
+            inputs = torch.zeros(count, *self.latent_shape(self.space)), torch.zeros(count)
+            labels = torch.zeros(count, dtype=torch.int64)
         return (*inputs, labels) if self.conditional else inputs
 
     def latent_shape(self, space: Sequence[int]) -> tuple[int, ...]:
@@ -234,24 +227,25 @@ class GenerationTask(Task):
         self.tested |= dict(zip(numbers.tolist(), pairs, strict=True))
 
     def on_test_epoch_end(self) -> None:
-        tested = self.tested
-        real = torch.stack([features for features, _ in tested.values()]).to(self.device)
-        of_test = sorted(label for _, label in tested.values())
+        real = torch.stack([features for features, _ in self.tested.values()]).to(self.device)
+        of_test = sorted(label for _, label in self.tested.values())
         labels = torch.tensor([of_test[i] for i in linspace_indices(self.samples, len(of_test))])
         start = time.perf_counter()
         pixels = self.draw(labels)
         seconds = time.perf_counter() - start
-        features = self.features_of(pixels)
-        shown = linspace_indices(min(NEIGHBOURS, len(pixels)), len(pixels))
-        nearest, train = self.compare_with_training(torch.cat([features, real]), shown, max(len(pixels), FEWEST))
-        precision, recall = precision_and_recall(real, features)
+        data = self.data()
+        batches = pixels.split(data.batch_size)
+        features = torch.cat([self.measured(data.from_pixels(x.to(self.device))) for x in batches])
+        chosen = linspace_indices(min(NEIGHBOURS, len(pixels)), len(pixels))
+        nearest, train = self.compare_with_training(torch.cat([features, real]), chosen, max(len(pixels), FEWEST))
+        precision, coverage = precision_and_recall(real, features)
         of_samples, of_real = nearest.distances.split([len(features), len(real)])
         agree = (nearest.labels[: len(labels)].cpu() == labels).float().mean()
         metrics = {
             "frechet": frechet_distance(features, real),
             "frechet_train": frechet_distance(train, real),
             "precision": precision,
-            "recall": recall,
+            "recall": coverage,
             "nearest_has_class": float(agree) if self.conditional else None,
             "nearest_distance": float(of_samples.median()),
             "nearest_distance_test": float(of_real.median()),
@@ -267,11 +261,11 @@ class GenerationTask(Task):
         write_metrics(self.out(), metrics)
         self.save_sheets("samples", labels, pixels)
         classes = self.figure_names(self.data().classes) if self.conditional else []
-        drawn = [(int(labels[i]), pixels[i]) for i in shown]
+        drawn = [(int(labels[i]), pixels[i]) for i in chosen]
         save_nearest(self.out() / "nearest.png", drawn, nearest.near, classes)
         self.summary = (
             f"Frechet distance {metrics['frechet']:.3g} (of {len(train)} training samples "
-            f"{metrics['frechet_train']:.3g}), precision {precision:.3f}, recall {recall:.3f}, in "
+            f"{metrics['frechet_train']:.3g}), precision {precision:.3f}, recall {coverage:.3f}, in "
             f"{self.measured.name}, {len(labels)} samples against {len(real)} of the test; see "
             f"{self.out()}"
         )
@@ -288,41 +282,35 @@ class GenerationTask(Task):
                 drawn.append(self.generate(batch, self.space, number * size, lambda: bar.advance(task)))
         return torch.cat(drawn)
 
-    def features_of(self, pixels: Tensor) -> Tensor:
-        data = self.data()
-        batches = pixels.split(data.batch_size)
-        return torch.cat([self.measured(data.from_pixels(x.to(self.device))) for x in batches])
-
-    def compare_with_training(self, features: Tensor, shown: Sequence[int], count: int) -> tuple[Nearest, Tensor]:
-        """Return the training samples that are nearest to others, whose features (n, dim) are
-        given, and the features of about `count` training samples, at random."""
+    def compare_with_training(self, features: Tensor, chosen: Sequence[int], count: int) -> tuple[Nearest, Tensor]:
+        """Return the training samples that are nearest to those with these features (n, dim), and the features of
+        about `count` training samples, at random. chosen: see Nearest."""
         data = self.data()
         data.setup("fit")
         loader = data.plain_train_dataloader()
-        nearest, chosen_features, failed = Nearest(features, shown), [], len(self.failures)
+        nearest, drawn_features, failed = Nearest(features, chosen), [], len(self.failures)
         rng = torch.Generator().manual_seed(self.seed)
         share = count / (len(loader) * data.batch_size)
-        for x, labels, *_ in batches_of(data, loader, self.device):
+        for batch in loader:
+            x, labels, *_ = data.on_after_batch_transfer(data.transfer_batch_to_device(batch, self.device, 0), 0)
             if not len(x):
                 continue
             batch_features = self.measured(x)
             nearest.update(batch_features, labels, data.to_pixels(x))
-            chosen = torch.rand(len(x), generator=rng) < share
-            chosen_features.append(batch_features[chosen])
+            drawn_features.append(batch_features[torch.rand(len(x), generator=rng) < share])
         # the training did without these files, too
         self.notes += [f"{line}; left out" for line in self.failures[failed:]]
         del self.failures[failed:]
-        return nearest, torch.cat(chosen_features)
+        return nearest, torch.cat(drawn_features)
 
     def on_predict_start(self) -> None:
         classes = self.data().classes
         if not hasattr(self, "space"):
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
-        if self.size is not None:
-            try:
-                self.space = per_axis("model.size", self.size, len(self.space))
-            except ValueError as error:
-                raise DataError(error) from error
+        try:
+            self.space = self.space if self.size is None else per_axis("model.size", self.size, len(self.space))
+        except ValueError as error:
+            raise DataError(error) from error
         self.codec.shape(self.space)
         for name in self.class_names or ():
             check("model.classes", name, self.conditional, "none: model.net has num_classes=0")

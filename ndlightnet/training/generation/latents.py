@@ -1,5 +1,4 @@
-"""Between what a data module gives and what the network generates: pixels, or an autoencoder's
-latents."""
+"""Between what a data module gives and what the network generates: pixels, or an autoencoder's latents."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def view(sample: Tensor) -> Tensor:
     """Return a picture (3, height, width) uint8 of a sample (channels, *space) uint8: frames of a
     clip side by side, a white line between them, and means over all but two axes of a volume."""
     if is_clip(sample):
-        shown = np.linspace(0, sample.shape[1] - 1, min(FRAMES, sample.shape[1])).round()
-        frames = [pad(sample[:, int(frame)], (0, 1), value=WHITE) for frame in shown]
+        numbers = np.linspace(0, sample.shape[1] - 1, min(FRAMES, sample.shape[1])).round()
+        frames = [pad(sample[:, int(number)], (0, 1), value=WHITE) for number in numbers]
         sample = torch.cat(frames, -1)[..., :-1]
     elif sample.ndim != 3:
         picture = torch.from_numpy(projections(sample[0]))
@@ -86,8 +86,8 @@ def _columns(picture: Tensor) -> int:
 def _row(pictures: Sequence[Tensor]) -> np.ndarray:
     """Return the first pictures beside each other, further apart than the frames of a clip:
     (height, width, 3) uint8."""
-    shown = [pad(one, (1, 1, 1, 1), value=WHITE) for one in pictures[: _columns(pictures[0])]]
-    return np.ascontiguousarray(torch.cat(shown, -1).permute(1, 2, 0).numpy())
+    bordered = [pad(one, (1, 1, 1, 1), value=WHITE) for one in pictures[: _columns(pictures[0])]]
+    return np.ascontiguousarray(torch.cat(bordered, -1).permute(1, 2, 0).numpy())
 
 
 def save_animation(path: Path, clips: Sequence[Tensor], columns: int, fps: int = 8) -> None:
@@ -107,24 +107,23 @@ def save_animation(path: Path, clips: Sequence[Tensor], columns: int, fps: int =
 def save_sample(path: Path, sample: Tensor) -> Path:
     """Write a sample (channels, *space) uint8 and return its file, `path` with an ending: .png for
     images, .gif for clips, .nii.gz for other samples of three or four axes, or else .npy."""
+    cells = sample.movedim(0, -1).cpu().numpy()
+    cells = cells[..., 0] if len(sample) == 1 else cells
     if is_clip(sample):
         path = path.with_name(f"{path.name}.gif")
         save_animation(path, [sample], 1)
-        return path
-    channels_last = sample.movedim(0, -1).cpu().numpy()
-    if sample.ndim == 3 and len(sample) in (1, COLOUR):
+    elif sample.ndim == 3 and len(sample) in (1, COLOUR):
         from PIL import Image
 
         path = path.with_name(f"{path.name}.png")
-        flat = channels_last[..., 0] if len(sample) == 1 else channels_last
         with atomic_write(path) as draft:
-            Image.fromarray(flat).save(draft, format="PNG")
+            Image.fromarray(cells).save(draft, format="PNG")
     elif sample.ndim in (4, 5) and len(sample) == 1:
         import nibabel
 
         path = path.with_name(f"{path.name}.nii.gz")
         with atomic_write(path) as draft:
-            nibabel.save(nibabel.Nifti1Image(channels_last[..., 0], np.eye(4)), draft)
+            nibabel.save(nibabel.Nifti1Image(cells, np.eye(4)), draft)
     else:
         path = path.with_name(f"{path.name}.npy")
         with atomic_write(path) as draft:

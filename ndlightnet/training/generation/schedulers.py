@@ -65,8 +65,7 @@ class _Still(nn.Module):
 
 
 def check_sampling(scheduler: Any, steps: int) -> None:
-    """Raise DataError if a scheduler cannot sample in so many steps, before a training that would
-    end with it."""
+    """Raise DataError if a scheduler cannot sample in so many steps, before a training that would end with it."""
     try:
         sample(_Still(), scheduler, (1, 1, 1), steps=steps, generator=torch.Generator())
     except Exception as error:  # its class depends on the scheduler
@@ -85,10 +84,9 @@ def prediction(scheduler: Any) -> str:
 
 
 def noised(scheduler: Any, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return noisy samples of x (batch, channels, *space), their times (batch,), and what a network
-    should predict from them, of the shape of x. With flow matching times are logit-normal, which
-    favours the middle (arXiv 2403.03206), else uniform. generator: for draws that can be repeated,
-    on x's device."""
+    """Return noisy samples of x (batch, channels, *space), their times (batch,), and what a network should predict from
+    them, of the shape of x. With flow matching times are logit-normal, which favours the middle (arXiv 2403.03206),
+    else uniform. generator: for draws that can be repeated, on x's device."""
     noise = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
     flow, count = is_flow(scheduler), scheduler.config.num_train_timesteps
     if flow:

@@ -33,7 +33,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
     colors = [color for color in COLORS if color != "#F0E442"]  # yellow does not show on white
     figure, axes = panels_of(1, 2, (11, 4))
-    left, right = axes[0]
+    by_length, by_position = axes[0]
     ticks: set[int] = set()
     for number, (name, metrics) in enumerate(runs.items()):
         at = {int(n): bits for n, bits in metrics["bits_per_byte_at"].items() if bits is not None}
@@ -43,15 +43,11 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
             for span, bits in metrics["bits_per_byte_by_position"].items()
             if span in trained
         }
-        style: dict[str, Any] = {
-            "color": colors[number % len(colors)],
-            "marker": "os^Dv"[number % 5],
-            "markersize": 5,
-            "linestyle": ("-", "--", ":")[number // len(colors) % 3],
-            "linewidth": 2,
-        }
-        left.plot(list(at), list(at.values()), label=name, **style)
-        right.plot(list(beyond), list(beyond.values()), **style)
+        marker, color = "os^Dv"[number % 5], colors[number % len(colors)]
+        line = ("-", "--", ":")[number // len(colors) % 3]
+        style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5, "linestyle": line, "linewidth": 2}
+        by_length.plot(list(at), list(at.values()), label=name, **style)
+        by_position.plot(list(beyond), list(beyond.values()), **style)
         ticks |= set(at) | set(beyond)
     for axis in axes[0]:
         for length in {metrics["train_length"] for metrics in runs.values()}:
@@ -61,16 +57,12 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
         axis.xaxis.set_minor_locator(NullLocator())
         axis.xaxis.set_major_formatter(FuncFormatter(lambda n, _: short(int(n))))
         plain_axes(axis)
-    right.axhline(0, color=GREY, linewidth=1, zorder=0)
-    left.set(
-        title="windows from an empty context", ylabel="bits per byte", xlabel="bytes in a window (dashed: in training)"
-    )
-    right.set(
-        title="the longest windows by position",
-        xlabel="octaves of positions, by their end",
-        ylabel="less the same bytes at training length",
-    )
-    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
+    by_position.axhline(0, color=GREY, linewidth=1, zorder=0)
+    by_length.set(title="windows from an empty context", ylabel="bits per byte")
+    by_length.set_xlabel("bytes in a window (dashed: in training)")
+    by_position.set(title="the longest windows by position", xlabel="octaves of positions, by their end")
+    by_position.set_ylabel("less the same bytes at training length")
+    figure.legend(*by_length.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
     save_figure(figure, path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import unicodedata
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +47,14 @@ def generate(arguments: list[str]) -> int:
     cli = GenerateCLI(TextTask, TextData, args=arguments, run=False)
     options, task = cli.config, cli.model
     check_checkpoint(options.ckpt_path, task, cli.datamodule)
-    saved = torch.load(options.ckpt_path, map_location="cpu", weights_only=True)
-    task.load_state_dict(saved["state_dict"])
+    task.load_state_dict(torch.load(options.ckpt_path, map_location="cpu", weights_only=True)["state_dict"])
     plugin: Any = cli.trainer.precision_plugin
     task = plugin.convert_module(task).to(cli.trainer.strategy.root_device).eval()
-    rng = torch.Generator().manual_seed(options.seed)
+    draws = {name: options[name] for name in ("temperature", "top_k", "stop")}
+    draws["generator"] = torch.Generator().manual_seed(options.seed)
     try:
         with plugin.forward_context():
-            texts = generate_text(
-                task.net,
-                options.prompt,
-                options.length,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                stop=options.stop,
-                generator=rng,
-            )
+            texts = generate_text(task.net, options.prompt, options.length, **draws)
             _show(options.prompt)
             for text in texts:
                 _show(text)
@@ -88,20 +81,15 @@ def _show(text: str) -> None:
 def _with_files(arguments: list[str]) -> list[str]:
     """Replace a run's folder in `--ckpt_path` by its best or last checkpoint, and add the config
     that `fit` has saved in the run if there is none among the arguments."""
-    joined: list[str] = []  # --name value as --name=value
-    for one in arguments:
-        if joined and joined[-1] in ("--config", "--ckpt_path"):
-            joined[-1] = f"{joined[-1]}={one}"
-        else:
-            joined.append("--config" if one == "-c" else one)
-    at = next((i for i, one in enumerate(joined) if one.startswith("--ckpt_path=")), None)
-    if at is None:
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--ckpt_path")
+    parser.add_argument("-c", "--config", action="append")
+    files, others = parser.parse_known_args(arguments)
+    if files.ckpt_path is None:
         raise DataError("--ckpt_path: expected a checkpoint or the folder of a run, got none")
-    checkpoint, run = find_checkpoint(Path(joined[at].partition("=")[2]))
-    joined[at] = f"--ckpt_path={checkpoint}"
-    if not any(one.startswith("--config=") for one in joined):
-        try:
-            joined.insert(0, f"--config={saved_config(run)}")
-        except DataError as error:
-            raise DataError(f"{error}; expected it, or --config FILE") from error
-    return joined
+    checkpoint, run = find_checkpoint(Path(files.ckpt_path))
+    try:
+        configs = files.config or [saved_config(run)]
+    except DataError as error:
+        raise DataError(f"{error}; expected it, or --config FILE") from error
+    return [*(f"--config={config}" for config in configs), f"--ckpt_path={checkpoint}", *others]

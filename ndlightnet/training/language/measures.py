@@ -13,9 +13,8 @@ from torch.nn.functional import cross_entropy
 
 
 def token_nll(predict: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
-    """Return the negative log-likelihood of every byte but the first, in nats: windows (batch,
-    length + 1) uint8 -> (batch, length) float32. predict: bytes (batch, length) int64 -> logits
-    (batch, length, 256)."""
+    """Return the negative log-likelihood of every byte but the first, in nats: windows (batch, length + 1) uint8 ->
+    (batch, length) float32. predict: bytes (batch, length) int64 -> logits (batch, length, 256)."""
     windows = windows.long()
     logits, targets = predict(windows[:, :-1]).float(), windows[:, 1:]
     each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -51,9 +50,8 @@ def means(bits: dict[int, Tensor], lengths: Sequence[int], trained: int) -> dict
 
 @torch.no_grad()
 def file_bits(net: Any, text: Tensor, chunk: int) -> float:
-    """Return the bits that `net` needs for all bytes of a text (bytes,) uint8 but the first: as a
-    stream, in chunks, from one byte to the last. Where a mixer cannot stream, in windows of `chunk`
-    bytes, each from an empty context."""
+    """Return the bits that `net` needs for all bytes of a text (bytes,) uint8 but the first: as a stream, in chunks,
+    from one byte to the last. Where a mixer cannot stream, in windows of `chunk` bytes, each from an empty context."""
     try:
         predict = net.stream()
     except ValueError:

@@ -14,8 +14,7 @@ from ndlightnet.training.core.data_module import DataModule
 
 
 class TextData(DataModule):
-    """A file of bytes, plain, .gz or .xz: its first part to train, the next to validate, the last
-    to test.
+    """A file of bytes, plain, .gz or .xz: its first part to train, the next to validate, the last to test.
 
     Args:
         root: the file.

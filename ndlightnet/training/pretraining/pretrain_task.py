@@ -82,7 +82,7 @@ class PretrainTask(Task):
     def configure_optimizers(self) -> Any:
         check("model.layer_decay", self.layer_decay, self.layer_decay is None, "null")
         both = nn.ModuleDict({"net": self.net, "decoder": self.decoder})
-        return adamw_with_cosine(self, both, self.lr, self.weight_decay, self.warmup_epochs, self.min_lr)
+        return adamw_with_cosine(self, both)
 
     def samples(self, batch: Any) -> Tensor:
         """Return what the network sees of a batch: (samples, channels, *space)."""
@@ -148,13 +148,8 @@ class PretrainTask(Task):
         if not count:
             raise DataError(f"{self.data().root}: no file of the test could be read")
         explained = sum(value * number for value, number in self.tested) / count
-        metrics = {
-            "explained": explained,
-            "samples": count,
-            "dropped": self.dropped,
-            "box": list(self.box),
-            **training_costs(self.net, self.cost),
-        }
+        measures = {"explained": explained, "samples": count, "dropped": self.dropped, "box": list(self.box)}
+        metrics = {**measures, **training_costs(self.net, self.cost)}
         if self.trainer.is_global_zero:
             write_metrics(self.out(), metrics)
         self.summary = f"explained {explained:.3f} of what was dropped, over {count} samples; see {self.out()}"

@@ -23,6 +23,7 @@ from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log_rank_zero
 
 Kind = Literal["images", "videos", "volumes"]
+OFF: Any = {"randaugment": None, "color_jitter": 0, "random_erasing": 0}  # augmentation beside random crops
 
 
 class UnlabelledFiles(LabelledData):
@@ -30,9 +31,8 @@ class UnlabelledFiles(LabelledData):
 
     Args:
         root: the folder.
-        kind: images (PNG, JPEG, WebP, BMP, TIFF) or videos (mp4, mkv and others), at any depth, or
-            volumes (NIfTI, Analyze, NRRD, MetaImage files and DICOM series, at any
-            depth).
+        kind: images (PNG, JPEG, WebP, BMP, TIFF) or videos (mp4, mkv and others), at any depth, or volumes (NIfTI,
+            Analyze, NRRD, MetaImage files and DICOM series, at any depth).
         size: of the samples: height and width; frames, height and width, alike; or x, y and z.
         spacing: of volumes: mm per cell along x, y and z. Larger volumes are cropped to their
             middle, smaller ones are padded.
@@ -98,33 +98,14 @@ class UnlabelledFiles(LabelledData):
         images = find_images(self.root, notes)
         note_dark(images, notes)
         height, width = self.space
-        transform = image_transforms.training(
-            (height, width),
-            "bilinear",
-            scale=self.scale,
-            ratio=(3 / 4, 4 / 3),
-            padding=0,
-            hflip=0.5 * self.hflip,
-            randaugment=None,
-            color_jitter=0,
-            random_erasing=0,
-            fill=[],
-        )
+        crops: Any = {"scale": self.scale, "ratio": (3 / 4, 4 / 3), "padding": 0, "hflip": 0.5 * self.hflip, "fill": []}
+        transform = image_transforms.training((height, width), "bilinear", **crops, **OFF)
         paths = [images.path(number) for number in range(len(images))]
         return paths, partial(_image, transform=transform)
 
     def _videos(self, notes: list[str]) -> tuple[list[Any], Callable[[Any], Tensor]]:
         frames, size, _ = self.space
-        transform = training(
-            size,
-            scale=self.scale,
-            hflip=self.hflip,
-            rotation=0,
-            randaugment=None,
-            color_jitter=0,
-            grayscale=0,
-            random_erasing=0,
-        )
+        transform = training(size, scale=self.scale, hflip=self.hflip, rotation=0, grayscale=0, **OFF)
         read = partial(_clip, frames=frames, framing=Framing(size, "squash"), transform=transform)
         return find_videos(self.root, notes), read
 

@@ -10,7 +10,7 @@ import torch
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.sampling import SeededSamples
 from ndlightnet.data.text.text_files import RandomWindows, Windows, read_bytes, split
-from ndlightnet.training.core.data_module import training_loader
+from ndlightnet.training.core.data_module import DataModule
 
 CONTENT = bytes(range(256)) * 3 + b"and the rest\n"
 
@@ -107,7 +107,7 @@ def test_seeds(workers):
 
     def epochs(seed):
         windows = SeededSamples(RandomWindows(text, 30, count), seed)
-        loader = training_loader(windows, count, 1, workers)
+        loader = DataModule(".", 1, workers).training_loader(windows, count)
         found = []
         for epoch in range(2):
             loader.sampler.set_epoch(epoch)

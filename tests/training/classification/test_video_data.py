@@ -25,7 +25,7 @@ from ndlightnet.data.video.video_transforms import Framing, eval_clips, frame_di
 from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoData, VideoTask
 from ndlightnet.training.classification.video_data import OpenedVideos
-from ndlightnet.training.core.data_module import training_loader
+from ndlightnet.training.core.data_module import DataModule
 from tests.training.conftest import set_up
 
 from ...data.video.made_videos import encode, write_film
@@ -282,10 +282,11 @@ def test_the_gpu_of_a_process_decodes_for_its_workers(root, monkeypatch, nvdec, 
 
 
 @pytest.mark.slow
-def test_spawned_workers_read_the_same(root):
+def test_spawned_workers_read_the_same(root, monkeypatch):
     data = video_data(root, "fit")
     samples = SeededSamples(data.train_set, data.seed)
-    loaders = [training_loader(samples, 8, 4, workers, spawned=True) for workers in (0, 1)]
+    monkeypatch.setattr(DataModule, "spawned", True)
+    loaders = [DataModule(".", 4, workers).training_loader(samples, 8) for workers in (0, 1)]
     for batch, same in zip(*loaders, strict=True):
         assert torch.equal(batch[0], same[0]) and torch.equal(batch[1], same[1])
 

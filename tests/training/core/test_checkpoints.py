@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.training import ImageTask
 from ndlightnet.training.core.checkpoints import AtomicCheckpoints, check_checkpoint
 
-DRAFT = re.compile(r"\.\d+\.part\.last\.ckpt")
+OPTIONS = ("--data.init_args.patch=[8,8,8]", "--model.net.init_args.out_channels=2")
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(full_disk, tmp_path):
@@ -28,42 +27,30 @@ def test_a_full_disk_keeps_the_checkpoint_before(full_disk, tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.slow
-def test_a_kill_while_it_is_written(tmp_path):
-    """Found half written: it has another name, and the one before it is as it was."""
-    path = tmp_path / "last.ckpt"
-    code = f"""
-import os, pathlib, signal, torch
-from ndlightnet.training.core.checkpoints import AtomicCheckpoints
-writer, save = AtomicCheckpoints(), torch.save
-writer.save_checkpoint({{"epoch": 1}}, {str(path)!r})
-def half(content, file):
-    file.write(bytes(10)), file.flush(), os.kill(os.getpid(), signal.SIGKILL)
-torch.save = half
-writer.save_checkpoint({{"epoch": 2}}, {str(path)!r})
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ":".join(sys.path)}, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
+def test_a_kill_while_it_is_written(tmp_path, monkeypatch):
+    """Half written it has another name, and the one before it is as it was."""
+    path, writer = tmp_path / "last.ckpt", AtomicCheckpoints()
+    writer.save_checkpoint({"epoch": 1}, path)
+
+    def half(content, file):
+        file.write(bytes(10))
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(torch, "save", half)
+    if (child := os.fork()) == 0:
+        writer.save_checkpoint({"epoch": 2}, path)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert torch.load(path, weights_only=True) == {"epoch": 1}
     (draft,) = set(tmp_path.iterdir()) - {path}
-    assert DRAFT.fullmatch(draft.name) and draft.stat().st_size == 10
+    assert re.fullmatch(r"\.\d+\.part\.last\.ckpt", draft.name) and draft.stat().st_size == 10
 
 
 def test_a_full_disk_is_one_line_of_a_fit(full_disk, segment, decathlon, tmp_path):
-    out = tmp_path / "out"
-    wide = "--model.net.init_args.widths=[32,64]"
-    done = segment(
-        "fit",
-        f"--trainer.default_root_dir={out}",
-        f"--data.init_args.root={decathlon}",
-        "--data.init_args.patch=[8,8,8]",
-        "--model.net.init_args.out_channels=2",
-        wide,
-    )
+    folder, wide = tmp_path / "checkpoints", "--model.net.init_args.widths=[32,64]"
+    places = (f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={decathlon}")
+    done = segment("fit", *places, *OPTIONS, wide)
     assert done.status == 1 and len(done.errors) == 1 and "Traceback" not in done.err
-    folder = out / "checkpoints"
     expected = rf"error: {folder}/(best|last)\.ckpt: cannot be written \(File too large\)"
     assert re.fullmatch(expected, done.errors[0])
     assert not any(folder.iterdir())
@@ -72,26 +59,18 @@ def test_a_full_disk_is_one_line_of_a_fit(full_disk, segment, decathlon, tmp_pat
 def test_a_fit_clears_what_a_killed_one_has_left(segment, decathlon, tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    folder: Path = tmp_path / "out" / "checkpoints"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
     drafts = [folder / f".{pid}.part.last.ckpt" for pid in (dead.pid, os.getppid())]
     for draft in drafts:
         draft.write_bytes(b"half")
-    done = segment(
-        "fit",
-        f"--trainer.default_root_dir={tmp_path / 'out'}",
-        f"--data.init_args.root={decathlon}",
-        "--data.init_args.patch=[8,8,8]",
-        "--model.net.init_args.out_channels=2",
-    )
-    assert done.status == 0
+    places = (f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={decathlon}")
+    assert segment("fit", *places, *OPTIONS).status == 0
     assert {path.name for path in folder.iterdir()} == {"best.ckpt", "last.ckpt", drafts[1].name}
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_checkpoint_of_another_network_with_batch_norms(tmp_path):
-    one, other = ImageTask(nn.Linear(2, 3)), ImageTask(nn.BatchNorm1d(3))
-    saved = {"state_dict": one.state_dict(), "names": {}}
-    torch.save(saved, tmp_path / "last.ckpt")
+    torch.save({"state_dict": ImageTask(nn.Linear(2, 3)).state_dict(), "names": {}}, tmp_path / "last.ckpt")
     with pytest.raises(DataError, match=r"another network: net\.weight is"):
-        check_checkpoint(str(tmp_path / "last.ckpt"), other, SimpleNamespace(names=dict))
+        check_checkpoint(str(tmp_path / "last.ckpt"), ImageTask(nn.BatchNorm1d(3)), SimpleNamespace(names=dict))

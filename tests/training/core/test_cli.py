@@ -14,74 +14,57 @@ from ndlightnet.training.core.cli import quiet
 
 
 @pytest.fixture
-def told():
+def messages():
     """What Lightning's loggers let through."""
-    found: list[str] = []
+    lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())
+    handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("lightning.pytorch")
     logger.addHandler(handler)
-    yield found
+    yield lines
     logger.removeHandler(handler)
 
 
-def test_hints_are_silent_and_the_rest_is_said(told):
+def test_hints_are_silent_and_the_rest_is_said(messages):
     quiet()
     rank_zero_info("GPU available: True (cuda), used: True")
     rank_zero_info("💡 Tip: For seamless cloud logging, try installing litlogger")
     rank_zero_info("Found current_model_state in the checkpoint. This will be used to initialize")
     rank_zero_info("Time limit reached. Signaling Trainer to stop.")
-    assert told == ["Time limit reached. Signaling Trainer to stop."]
+    assert messages == ["Time limit reached. Signaling Trainer to stop."]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quiet()
         rank_zero_warn("The 'val_dataloader' does not have many workers which may be a bottleneck.")
         rank_zero_warn("The number of training batches (1) is smaller than the logging interval")
-    assert [str(found.message)[:32] for found in caught] == ["The number of training batches ("]
+    assert [str(warning.message)[:32] for warning in caught] == ["The number of training batches ("]
 
 
 @pytest.mark.slow
-def test_a_run_says_what_it_trains_and_what_came_out(told, tmp_path, capsys, monkeypatch):
+def test_a_run_says_what_it_trains_and_what_came_out(messages, tmp_path, capsys, monkeypatch):
     """Nothing else: no hint, no warning, no table."""
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
-    given = [
-        f"--data.root={tmp_path}/text",
-        "--data.length=8",
-        "--data.windows=4",
-        "--data.lengths=[8]",
-        "--data.test_bytes=16",
-        "--data.workers=0",
-        "--data.batch_size=2",
-        "--data=TextData",
-        "--model.net=ndlightnet.NDLightNet",
-        "--model.net.dims=1",
-        "--model.net.vocab_size=256",
-        "--model.net.causal=true",
-        "--model.net.embed_dim=8",
-        "--model.net.depth=1",
-        f"--trainer.default_root_dir={tmp_path}/out",
-        "--trainer.max_epochs=1",
-        "--trainer.accelerator=cpu",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.log_every_n_steps=1",
-        "--seed_everything=1",
-        "--trainer.callbacks=ndlightnet.training.AveragedWeights",
-    ]
+    options = f"""
+        --data=TextData --data.root={tmp_path}/text --data.length=8 --data.windows=4 --data.lengths=[8]
+        --data.test_bytes=16 --data.workers=0 --data.batch_size=2 --seed_everything=1
+        --model.net=ndlightnet.NDLightNet --model.net.dims=1 --model.net.vocab_size=256 --model.net.causal=true
+        --model.net.embed_dim=8 --model.net.depth=1 --trainer.default_root_dir={tmp_path}/out --trainer.max_epochs=1
+        --trainer.accelerator=cpu --trainer.enable_progress_bar=false --trainer.log_every_n_steps=1
+        --trainer.callbacks=ndlightnet.training.AveragedWeights""".split()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         last = f"--ckpt_path={tmp_path}/out/checkpoints/last.ckpt"
-        given.sort(key=lambda option: option != "--data=TextData")
-        assert door("text_lm", ["fit", *given]) == door("text_lm", ["test", *given, last]) == 0
-    shown = [w for w in caught if "jsonargparse" not in str(w.category).lower()]
-    assert [str(w.message) for w in shown if w.category is not DeprecationWarning] == []
+        assert door("text_lm", ["fit", *options]) == door("text_lm", ["test", *options, last]) == 0
+    ours = [w for w in caught if "jsonargparse" not in str(w.category).lower()]
+    assert [str(w.message) for w in ours if w.category is not DeprecationWarning] == []
     out, err = capsys.readouterr()
     assert err.splitlines() == [
         f"NDLightNet, 4,256 parameters; results in {tmp_path}/out",
         f"checkpoints in {tmp_path}/out/checkpoints: best.ckpt, last.ckpt",
     ]
-    assert len(out.splitlines()) == 1 and out.startswith("bits per byte ") and told == []
-    assert door("text_lm", ["test", *given]) == 0  # of random weights, which is told
+    assert len(out.splitlines()) == 1 and out.startswith("bits per byte ") and messages == []
+    assert door("text_lm", ["test", *options]) == 0  # of random weights
     assert capsys.readouterr().err == ("note: --ckpt_path: test got none and measures the network as it was built\n")
 
 
@@ -92,6 +75,5 @@ def test_the_first_of_several_processes_tells_what_failed(monkeypatch, capsys, f
     done = SimpleNamespace(model=model, trainer=SimpleNamespace(is_global_zero=first))
     monkeypatch.setattr(cli, "task_cli", lambda *_: done)
     assert cli.run(object, object, Path("none"), arguments=["test"]) == int(first)
-    told = capsys.readouterr()
-    assert told.err == ("note: one\nerror: a.png: damaged\n" if first else "")
-    assert told.out == ("29 images\n" if first else "")
+    printed = ("29 images\n", "note: one\nerror: a.png: damaged\n") if first else ("", "")
+    assert capsys.readouterr() == printed

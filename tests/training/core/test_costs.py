@@ -26,61 +26,52 @@ from ndlightnet.training.core.costs import (
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.peers import SegResNet
 
-SPACE = (9, 14, 11)
+LINEAR = nn.Linear(7, 3)
+N, DIM = 3 * 4 * 5, 64
 
 
-def test_flops_of_convolutions_and_products():
-    conv = nn.Conv3d(2, 5, 3, padding=1)
-    assert forward_flops(conv, (1, 2, *SPACE)) == 2 * 9 * 14 * 11 * 5 * 2 * 27
-    up = nn.ConvTranspose2d(3, 4, 2, stride=2)  # each of the input's cells times a whole kernel
-    assert forward_flops(up, (1, 3, 7, 5)) == 2 * 7 * 5 * 3 * 4 * 4
-    assert forward_flops(nn.Linear(7, 3), (11, 7)) == 2 * 11 * 7 * 3
-    assert forward_flops(nn.SiLU(), (11, 7)) == 0
-
-
-def test_softmax_attention_has_its_square():
-    """Projections and two products of all pairs."""
-    n, dim = 3 * 4 * 5, 64
-    net = mixers.SoftmaxAttention(dim)
-    assert forward_flops(net, (1, 3, 4, 5, dim)) == 4 * 2 * n * dim**2 + 2 * 2 * n**2 * dim
-
-
-NETS = {
-    "LightNet": lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1], deep_supervision=True),
-    "WindowAttention": lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1], mixer=mixers.WindowAttention),
-    "SegResNet": lambda: SegResNet(3, 1, 2, init_filters=8),
-}
+@pytest.mark.parametrize(
+    "net, shape, flops",
+    [
+        (nn.Conv3d(2, 5, 3, padding=1), (1, 2, 9, 14, 11), 2 * 9 * 14 * 11 * 5 * 2 * 27),
+        # a terabyte, if there were numbers
+        (nn.Conv3d(1, 1, 3, padding=1), (1, 1, 10**4, 10**4, 10**4), 2 * 10**12 * 27),
+        # each of the input's cells times a whole kernel
+        (nn.ConvTranspose2d(3, 4, 2, stride=2), (1, 3, 7, 5), 2 * 7 * 5 * 3 * 4 * 4),
+        (LINEAR, (11, 7), 2 * 11 * 7 * 3),
+        (nn.SiLU(), (11, 7), 0),
+        # projections and two products of all pairs
+        (mixers.SoftmaxAttention(DIM), (1, 3, 4, 5, DIM), 4 * 2 * N * DIM**2 + 2 * 2 * N**2 * DIM),
+    ],
+)
+def test_flops(net, shape, flops):
+    assert forward_flops(net, shape) == flops
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NETS)
-def test_without_memory_it_counts_what_a_forward_does(name):
-    """And leaves the network, in training here, as it was."""
-    net = NETS[name]().train()
+@pytest.mark.parametrize(
+    "build", [lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1]), lambda: SegResNet(3, 1, 2, init_filters=8)]
+)
+def test_flops_are_those_of_a_forward_and_leave_the_network_as_it_was(build):
+    net, shape = build().train(), (1, 1, 9, 14, 11)
     before = {key: value.clone() for key, value in net.state_dict().items()}
-    found = forward_flops(net, (1, 1, *SPACE))
+    flops = forward_flops(net, shape)
     assert net.training and all(torch.equal(before[k], v) for k, v in net.state_dict().items())
     with torch.no_grad(), FlopCounterMode(display=False) as count:
-        net.eval()(torch.zeros(1, 1, *SPACE))
-    assert found == count.get_total_flops() > 0
+        net.eval()(torch.zeros(shape))
+    assert flops == count.get_total_flops() > 0
 
 
-@pytest.mark.slow
-def test_a_large_patch_takes_no_memory():
-    """A terabyte, if there were numbers; convolutions cost as many as there are cells."""
-    net = SegResNet(3, 1, 2)
-    small, large = (forward_flops(net, (1, 1, n, n, n)) for n in (64, 1024))
-    assert small is not None and large == 16**3 * small
+def test_flops_of_odd_networks():
+    """Of a kernel those of its torch form; of a CUDA graph, which knows the weights on the card, those of the network;
+    where the forward needs numbers, none."""
+    plain, kernel = (mixers.LightNetAttention(16, impl=impl) for impl in ("torch", "triton"))
+    assert forward_flops(plain, (1, 5, 7, 16)) == forward_flops(kernel, (1, 5, 7, 16)) > 0
+    assert kernel.impl == "triton"
+    graphed = nn.Linear(7, 3)
+    graphed.forward = lambda x: pytest.fail("the graph was called")
+    assert forward_flops(graphed, (11, 7)) == forward_flops(LINEAR, (11, 7))
 
-
-def test_whatever_a_network_runs_on_its_torch_form_is_counted():
-    one, other = (mixers.LightNetAttention(16, impl=impl) for impl in ("torch", "triton"))
-    shape = (1, 5, 7, 16)
-    assert forward_flops(one, shape) == forward_flops(other, shape) > 0
-    assert other.impl == "triton"
-
-
-def test_a_network_that_needs_numbers_is_not_counted():
     class Choosy(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) if bool(x.sum() > 0) else x
@@ -88,47 +79,44 @@ def test_a_network_that_needs_numbers_is_not_counted():
     assert forward_flops(Choosy(3, 3), (2, 3)) is None
 
 
-def test_a_network_with_a_graph_in_its_place():
-    """torch.cuda.make_graphed_callables puts a forward there that knows the weights on the card."""
-    net = nn.Linear(7, 3)
-    net.forward = lambda x: pytest.fail("the graph was asked")
-    assert forward_flops(net, (11, 7)) == 2 * 11 * 7 * 3
-
-
 def test_the_meter_on_a_card(monkeypatch):
     """The peak is set back before, and the clock is read after the device is done."""
-    seen = []
-    monkeypatch.setattr(costs.torch.cuda, "synchronize", lambda _: seen.append("wait"))
-    monkeypatch.setattr(costs.torch.cuda, "reset_peak_memory_stats", lambda _: seen.append("reset"))
+    calls = []
+    monkeypatch.setattr(costs.torch.cuda, "synchronize", lambda _: calls.append("wait"))
+    monkeypatch.setattr(costs.torch.cuda, "reset_peak_memory_stats", lambda _: calls.append("reset"))
     monkeypatch.setattr(costs.torch.cuda, "max_memory_allocated", lambda _: 12345)
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: seen.append("clock") or len(seen))
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: calls.append("clock") or len(calls))
     meter = Meter(torch.device("cuda", 0))
-    assert seen == ["wait", "reset", "clock"]
-    assert meter.read() == (2, 12345) and seen[3:] == ["wait", "clock"]
+    assert calls == ["wait", "reset", "clock"]
+    assert meter.read() == (2, 12345) and calls[3:] == ["wait", "clock"]
 
 
-def trained(monkeypatch, each: str, readings: list[tuple[float, int]], epochs: int = 1):
+TASK = SimpleNamespace(device=torch.device("cpu"), log=lambda *_, **__: None)
+
+
+def trained(monkeypatch, each: str, readings: list[tuple[float, int]], epochs: int = 1) -> CostMonitor:
     """A monitor after epochs of four steps, read by a meter of ours."""
     ahead = iter(readings)
     monkeypatch.setattr(costs, "Meter", lambda device: SimpleNamespace(read=lambda: next(ahead)))
     monitor, batch = CostMonitor(each), (torch.zeros(2, 3), torch.zeros(2))
-    task = SimpleNamespace(device=torch.device("cpu"), log=lambda *_, **__: None)
     for _ in range(epochs):
-        monitor.on_train_epoch_start(None, task)
+        monitor.on_train_epoch_start(None, TASK)
         for number in range(4):
             trainer = SimpleNamespace(is_last_batch=number == 3, world_size=1)
-            monitor.on_train_batch_start(trainer, task, batch, number)
-            monitor.on_train_batch_end(trainer, task, None, batch, number)
+            monitor.on_train_batch_start(trainer, TASK, batch, number)
+            monitor.on_train_batch_end(trainer, TASK, None, batch, number)
     assert next(ahead, None) is None
     return monitor
 
 
-def test_costs_of_epochs_and_cases(monkeypatch):
-    readings = [(8.0, 3 * 10**9), (2.0, 10**9), (4.0, 2 * 10**9)]
-    monitor, net = trained(monkeypatch, "epoch", readings, 3), nn.Linear(7, 3)
-    monitor.throughput = [30.0, 10.0, 20.0]
-    cases = [(5.0, 10**8), (1.0, 4 * 10**8), (2.0, 10**8)]
-    assert case_costs(net, monitor, cases, (1, 7)) == {
+def test_costs_of_epochs_and_cases(monkeypatch, tmp_path):
+    """Which a checkpoint keeps."""
+    first = trained(monkeypatch, "epoch", [(8.0, 3 * 10**9), (2.0, 10**9), (4.0, 2 * 10**9)], 3)
+    first.throughput, monitor, saved = [30.0, 10.0, 20.0], CostMonitor("epoch"), {}
+    first.on_save_checkpoint(None, None, saved)
+    torch.save(saved, tmp_path / "x.ckpt")
+    monitor.on_load_checkpoint(None, None, torch.load(tmp_path / "x.ckpt", weights_only=True))
+    assert case_costs(LINEAR, monitor, [(5.0, 10**8), (1.0, 4 * 10**8), (2.0, 10**8)], (1, 7)) == {
         "parameters": 24,
         "gflops": 42e-9,
         "step_ms": 1000.0,
@@ -137,23 +125,20 @@ def test_costs_of_epochs_and_cases(monkeypatch):
         "case_seconds": 2.0,
         "case_memory_gb": 0.4,
     }
-
-
-def test_an_epoch_that_was_begun_before_the_checkpoint(monkeypatch):
-    """Lightning starts none then: the time of its rest counts."""
+    untrained = case_costs(LINEAR, CostMonitor("epoch"), [(5.0, 0)], (1, 7))
+    assert [untrained[name] for name in ("step_ms", "peak_memory_gb", "case_memory_gb")] == [None] * 3
+    # Lightning starts no epoch that was begun before the checkpoint: the time of its rest counts
     monkeypatch.setattr(costs, "Meter", lambda device: SimpleNamespace(read=lambda: (3.0, 0)))
     monitor = CostMonitor("epoch")
-    task = SimpleNamespace(device=torch.device("cpu"), log=lambda *_, **__: None)
-    monitor.on_train_start(None, task)
-    trainer = SimpleNamespace(is_last_batch=True, world_size=1)
-    monitor.on_train_batch_end(trainer, task, None, torch.zeros(3), 2)
+    monitor.on_train_start(None, TASK)
+    monitor.on_train_batch_end(SimpleNamespace(is_last_batch=True, world_size=1), TASK, None, torch.zeros(3), 2)
     assert monitor.seconds == [1.0]
 
 
 def test_costs_of_steps(monkeypatch):
     monitor = trained(monkeypatch, "step", [(0.5, 10**9), (0.1, 0), (0.2, 2 * 10**9), (0.2, 0)])
     monitor.throughput = [8.0, 6.0]
-    assert training_costs(nn.Linear(7, 3), monitor) == {
+    assert training_costs(LINEAR, monitor) == {
         "parameters": 24,
         "steps": 4,
         "train_seconds": 1.0,
@@ -164,27 +149,16 @@ def test_costs_of_steps(monkeypatch):
     }
 
 
-def test_without_a_training_and_a_card():
-    found = case_costs(nn.Linear(7, 3), CostMonitor("epoch"), [(5.0, 0)], (1, 7))
-    assert (found["step_ms"], found["peak_memory_gb"], found["case_memory_gb"]) == (None,) * 3
-
-
-def test_checkpoints_keep_the_cost(monkeypatch, tmp_path):
-    monitor, other = trained(monkeypatch, "epoch", [(8.0, 5), (2.0, 6)], 2), CostMonitor("epoch")
-    saved: dict[str, object] = {}
-    monitor.on_save_checkpoint(None, None, saved)
-    torch.save(saved, tmp_path / "x.ckpt")
-    other.on_load_checkpoint(None, None, torch.load(tmp_path / "x.ckpt", weights_only=True))
-    assert (other.seconds, other.peak, other.throughput) == ([2.0, 0.5], 6, monitor.throughput)
-
-
 def test_samples_a_second_without_the_validations(monkeypatch):
     """Of all processes, in the progress bar, and of whole epochs in the checkpoint."""
     clock, logged = [0.0], []
     monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
     task = SimpleNamespace(device=torch.device("cpu"))
-    task.log = lambda name, value, **how: logged.append((name, value, how["prog_bar"]))
-    monitor = CostMonitor(None)
+    task.log = lambda name, value, **options: logged.append((name, value, options["prog_bar"]))
+    monitor, last = CostMonitor(None), lightning.Callback()
+    callbacks = SimpleNamespace(callbacks=[last, monitor])
+    monitor.on_fit_start(callbacks, None)
+    assert callbacks.callbacks == [monitor, last]  # what others do at the end of a step costs the network nothing
     monitor.on_train_epoch_start(None, task)
     for number, batch in enumerate([torch.zeros(6, 2), (torch.zeros(1, 9), torch.zeros(4))]):
         clock[0] += 2
@@ -196,14 +170,6 @@ def test_samples_a_second_without_the_validations(monkeypatch):
     assert logged == [("samples/s", rate, True) for rate in (9.0, 7.5)]
     assert monitor.throughput == [7.5] and monitor.seconds == []
     assert monitor.measured() == {"step_ms": None, "peak_memory_gb": None, "samples_per_second": 7.5}
-
-
-def test_it_is_the_first_of_the_callbacks():
-    """What others do at the end of a step costs the network nothing."""
-    monitor, other = CostMonitor(), lightning.Callback()
-    trainer = SimpleNamespace(callbacks=[other, monitor])
-    monitor.on_fit_start(trainer, None)
-    assert trainer.callbacks == [monitor, other]
 
 
 @pytest.mark.slow
@@ -218,11 +184,8 @@ def test_a_run_writes_its_costs(decathlon, segment, tmp_path, monkeypatch):
 
     monkeypatch.setattr(SegmentationTask, "validation_step", validate)
     monkeypatch.setattr(costs, "Meter", lambda device: reading)
-    common = (
-        f"--trainer.default_root_dir={tmp_path}",
-        f"--data.init_args.root={decathlon}",
-        "--model.net.init_args.out_channels=2",
-    )
+    out, root = f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={decathlon}"
+    common = (out, root, "--model.net.init_args.out_channels=2")
     assert segment("fit", *common).status == 0
     assert events[-2:] == ["read", "validation"] and events.count("read") == 1
     assert segment("test", *common, f"--ckpt_path={tmp_path}/checkpoints/last.ckpt").status == 0
@@ -233,54 +196,30 @@ def test_a_run_writes_its_costs(decathlon, segment, tmp_path, monkeypatch):
     assert metrics["peak_memory_gb"] is None and metrics["case_memory_gb"] is None
 
 
-@pytest.mark.parametrize(
-    "seconds, expected, calls",
-    [([9, 9, 1, 2, 6], 2, 5), ([9, 9, *[0.25] * 30], 0.25, 11), ([9, 9, *[0.01] * 30], 0.01, 32)],
-)
-def test_median_after_warm_up(monkeypatch, seconds, expected, calls):
-    """Two calls do not count; it ends after 30, or sooner when they last 2 seconds, but not
-    before 3."""
-    clock, done = [0.0], []
-
-    def call():
-        clock[0] += seconds[len(done)]
-        done.append(None)
-
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    assert median_seconds(call, torch.device("cpu")) == pytest.approx(expected)
-    assert len(done) == calls
-
-
 def test_latency_is_that_of_tests_of_a_batch_and_of_one():
-    seen = set()
+    calls = set()
 
     class Net(torch.nn.Module):
         def forward(self, x):
-            seen.add((tuple(x.shape), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+            calls.add((tuple(x.shape), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
             return x
 
     task = Task(Net())
-    task.trainer = lightning.Trainer(
-        accelerator="cpu", precision="bf16-mixed", logger=False, enable_checkpointing=False
-    )
-    found = latencies(task, torch.zeros(4, 2))
-    assert set(found) == {"latency_ms", "latency_one_ms"}
-    assert seen == {((4, 2), True, False), ((1, 2), True, False)}
+    options = {"logger": False, "enable_checkpointing": False}
+    task.trainer = lightning.Trainer(accelerator="cpu", precision="bf16-mixed", **options)
+    milliseconds = latencies(task, torch.zeros(4, 2))
+    assert set(milliseconds) == {"latency_ms", "latency_one_ms"} and 0 < max(milliseconds.values()) < 100
+    assert calls == {((4, 2), True, False), ((1, 2), True, False)}
+    assert 0.01 < median_seconds(lambda: costs.time.sleep(0.01)) < 0.05
 
 
 def test_state_size():
     class Sized(mixers.Identity):
-        def __init__(self, dim: int, size: int = 40) -> None:
-            super().__init__(dim)
-            self.size = size
-
-        @property
-        def state_size(self) -> int:
-            return self.size
+        size = state_size = 40
 
     net = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=2, mixer=Sized)
     assert state_size(net) == 40
-    net.blocks[1].mixer.size = 50
+    net.blocks[1].mixer.state_size = 50
     assert state_size(net) == 45
     net.blocks[1].mixer = mixers.SoftmaxAttention(8)
-    assert state_size(net) is None and state_size(torch.nn.Linear(2, 2)) is None
+    assert state_size(net) is None and state_size(LINEAR) is None

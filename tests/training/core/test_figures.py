@@ -54,11 +54,11 @@ def test_a_second_font_has_what_the_first_lacks(installed):
 
 def test_classes_without_a_font_are_numbers_that_page_and_note_explain(installed, tmp_path):
     installed()
-    shown = ["cat", "#1", "собака", "قطة", "#4"]
-    assert figure_names(NAMES) == shown
+    captions = ["cat", "#1", "собака", "قطة", "#4"]
+    assert figure_names(NAMES) == captions
     assert page_names(NAMES) == ["cat", "猫 (#1)", "собака", "قطة", "狗 $x$ (#4)"]
     task = Task(nn.Linear(1, 1))
-    assert task.figure_names(NAMES) == shown and task.figure_names(["cat"]) == ["cat"]
+    assert task.figure_names(NAMES) == captions and task.figure_names(["cat"]) == ["cat"]
     (note,) = task.notes
     assert note.endswith("the names of 2 classes, which are shown as numbers: #1 猫, #4 狗 $x$")
     metrics = {"confusion": torch.eye(5).int().tolist(), "recall": dict.fromkeys(NAMES, 1.0)}

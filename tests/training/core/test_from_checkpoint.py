@@ -6,47 +6,38 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from ndlightnet import NDLightNet, NDLightUNet, mixers
 from ndlightnet.training import ImageData, ImageTask, run
+
+CONFIG = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 2, enable_progress_bar: false}
+model:
+  lr: 1.0e-2
+  net:
+    class_path: ndlightnet.NDLightNet
+    init_args:
+      {dims: 2, in_chans: 1, num_classes: 3, patch_size: 2, embed_dim: 16, depth: 2,
+       mixer: [TNL, {class_path: ndlightnet.nn.mixers.LAVO, init_args: {window: 3}}]}
+data:
+  class_path: ndlightnet.training.ImageData
+  init_args: {root: nowhere, batch_size: 4}
+"""
 
 
 def fit(folder: Path, averaged: bool) -> Path:
     """Train a tiny network on noise for two epochs. Return the last checkpoint."""
     rng = np.random.default_rng(0)
     arrays = {}
-    for part in ("train", "test"):
-        arrays[f"{part}_images"] = rng.integers(0, 256, (12, 8, 8), np.uint8)
-        arrays[f"{part}_labels"] = np.arange(12)[:, None] % 3
+    for split in ("train", "test"):
+        arrays[f"{split}_images"] = rng.integers(0, 256, (12, 8, 8), np.uint8)
+        arrays[f"{split}_labels"] = np.arange(12)[:, None] % 3
     np.savez(folder / "data.npz", **arrays)
-    net = {
-        "dims": 2,
-        "in_chans": 1,
-        "num_classes": 3,
-        "patch_size": 2,
-        "embed_dim": 16,
-        "depth": 2,
-        "mixer": ["TNL", {"class_path": "ndlightnet.nn.mixers.LAVO", "init_args": {"window": 3}}],
-    }
-    average = {"class_path": "ndlightnet.training.AveragedWeights", "init_args": {"decay": 0.8}}
-    config = {
-        "seed_everything": 0,
-        "trainer": {
-            "accelerator": "cpu",
-            "max_epochs": 2,
-            "enable_progress_bar": False,
-            "default_root_dir": str(folder / "out"),
-            "callbacks": [average] if averaged else [],
-        },
-        "model": {"lr": 1e-2, "net": {"class_path": "ndlightnet.NDLightNet", "init_args": net}},
-        "data": {
-            "class_path": "ndlightnet.training.ImageData",
-            "init_args": {"root": str(folder / "data.npz"), "batch_size": 4},
-        },
-    }
-    (folder / "config.yaml").write_text(yaml.dump(config))
-    arguments = ["fit", "--config", str(folder / "config.yaml")]
+    (folder / "config.yaml").write_text(CONFIG)
+    places = [f"--trainer.default_root_dir={folder}/out", f"--data.init_args.root={folder}/data.npz"]
+    places += ["--trainer.callbacks=ndlightnet.training.AveragedWeights"] * averaged
+    arguments = ["fit", "--config", str(folder / "config.yaml"), *places]
     assert run(ImageTask, ImageData, Path("none"), arguments=arguments) == 0
     return folder / "out" / "checkpoints" / "last.ckpt"
 

@@ -54,17 +54,8 @@ def losses(folder: Path) -> list[float]:
 def test_two_processes_that_share_samples_have_the_losses_of_one(tmp_path, write_decathlon, unet_config, segment):
     data, one, two = write_decathlon(tmp_path / "data"), tmp_path / "one", tmp_path / "two"
     segment("fit", *options(one, data))
-    command = [
-        sys.executable,
-        "tasks/ct_segmentation.py",
-        "fit",
-        "--config",
-        str(unet_config),
-        *options(two, data),
-        "--trainer.devices=2",
-        "--model.grid_devices=2",
-        "--trainer.enable_progress_bar=false",
-    ]
+    command = [sys.executable, "tasks/ct_segmentation.py", "fit", "--config", str(unet_config), *options(two, data)]
+    command += ["--trainer.devices=2", "--model.grid_devices=2", "--trainer.enable_progress_bar=false"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, timeout=300)
     alone = losses(one)
@@ -77,11 +68,11 @@ def test_the_loss_of_slabs_is_monais():
     logits = torch.randn(2, 4, 5, 6, 7, dtype=torch.float64, requires_grad=True)
     label = torch.randint(4, (2, 1, 5, 6, 7))
     expected = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
-    wanted = torch.autograd.grad(expected(logits, label), logits)[0]
+    expected_grad = torch.autograd.grad(expected(logits, label), logits)[0]
     loss = dice_ce_of_slabs(logits, label, Shard(Alone(), 0))
     assert loss.item() == pytest.approx(expected(logits, label).item(), rel=1e-12)
-    found = torch.autograd.grad(loss, logits)[0]
-    assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    grad = torch.autograd.grad(loss, logits)[0]
+    assert (grad - expected_grad).abs().max() <= 1e-12 * expected_grad.abs().max()
 
 
 def test_samples_are_shared_by_processes_in_turn(monkeypatch):
@@ -101,13 +92,14 @@ def test_samples_are_shared_by_processes_in_turn(monkeypatch):
 
 def test_wrong_numbers_of_processes_are_refused():
     net = NDLightNet(2, 1, 3, patch_size=2, embed_dim=8, depth=1)
-    with pytest.raises(DataError, match=r"model\.grid_devices: 0, expected 1 or more processes"):
-        ImageTask(net, grid_devices=0)
-    with pytest.raises(DataError, match=r"grid_devices: 2, expected 1 for ImageTask with Linear"):
-        ImageTask(nn.Linear(2, 2), grid_devices=2)
     words = NDLightNet(1, vocab_size=256, embed_dim=8, depth=1)
-    with pytest.raises(DataError, match=r"model\.grid_devices: 2, expected 1 for TextTask"):
-        TextTask(words, grid_devices=2)
+    for task, network, count, line in (
+        (ImageTask, net, 0, "0, expected 1 or more processes"),
+        (ImageTask, nn.Linear(2, 2), 2, "2, expected 1 for ImageTask with Linear"),
+        (TextTask, words, 2, "2, expected 1 for TextTask"),
+    ):
+        with pytest.raises(DataError, match=rf"model\.grid_devices: {line}"):
+            task(network, grid_devices=count)
     task = ImageTask(net, grid_devices=3)
     task._trainer = SimpleNamespace(training=True, world_size=4)
     try:

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +13,13 @@ import torch
 import yaml
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from ndlightnet import NDLightNet
 from ndlightnet.__main__ import door
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import TextData, TextTask
 from ndlightnet.training.core.cli import run
 from ndlightnet.training.core.export import load_network
-from ndlightnet.training.core.runs import FitMetrics, check_unused
-from ndlightnet.training.report.results import write_metrics
+from ndlightnet.training.core.runs import FitMetrics, check_unused, find_checkpoint
 
 CONFIG = """
 seed_everything: 0
@@ -35,16 +36,10 @@ data:
 """
 
 
-class Remote(DummyLogger):
-    """As WandbLogger: a folder that is the working folder, and no `log_dir`."""
-
-    save_dir, log_dir = ".", None
-
-
-class Database(Remote):
+class Database(DummyLogger):
     """As MLFlowLogger on a database: no folder."""
 
-    save_dir = None
+    save_dir = log_dir = None
 
 
 @pytest.fixture
@@ -75,8 +70,7 @@ def test_every_command_takes_a_run_of_any_logger(launch, tmp_path, logger):
     root = tmp_path / "run"
     if logger == "CSVLogger":
         logger = f"{{class_path: {logger}, init_args: {{save_dir: {root}}}}}"
-    given = (f"--config={tmp_path}/c.yaml", f"--trainer.logger={logger}")
-    assert launch("fit", *given)[0] == 0
+    assert launch("fit", f"--config={tmp_path}/c.yaml", f"--trainer.logger={logger}")[0] == 0
     assert list(Path.cwd().iterdir()) == []
     saved = yaml.safe_load((root / "config.yaml").read_text())
     assert saved["model"]["net"]["init_args"]["embed_dim"] == 8
@@ -85,44 +79,43 @@ def test_every_command_takes_a_run_of_any_logger(launch, tmp_path, logger):
     assert checkpoint == root / "checkpoints/best.ckpt"
     assert all(torch.equal(x, weights[f"net.{key}"]) for key, x in net.state_dict().items())
     assert launch("generate", "--ckpt_path", root, "--prompt=ab", "--length=2")[1][:2] == "ab"
-    given = (f"--config={root}/config.yaml", f"--ckpt_path={checkpoint}")  # as `fit` saved it
-    assert launch("test", *given)[::2] == (0, "")
-    assert launch("predict", *given, f"--data.input={tmp_path}/text")[::2] == (0, "")
+    saved = (f"--config={root}/config.yaml", f"--ckpt_path={checkpoint}")
+    assert launch("test", *saved)[::2] == (0, "")
+    assert launch("predict", *saved, f"--data.input={tmp_path}/text")[::2] == (0, "")
     assert list(Path.cwd().iterdir()) == []
 
 
 @pytest.mark.slow
 def test_a_second_training_replaces_nothing(launch, tmp_path):
-    root, given = tmp_path / "run", f"--config={tmp_path}/c.yaml"
-    assert launch("fit", given)[0] == 0
-    before, last = content(root), root / "checkpoints/last.ckpt"
-    other = ("--model.net.init_args.embed_dim=16", "--trainer.max_epochs=2")
-    status, _, error = launch("fit", given, *other)
+    root, last = tmp_path / "run", tmp_path / "run/checkpoints/last.ckpt"
+    launch = partial(launch, "fit", f"--config={tmp_path}/c.yaml")
+    assert launch()[0] == 0
+    before, wider, longer = content(root), "--model.net.init_args.embed_dim=16", "--trainer.max_epochs=2"
+    status, _, error = launch(wider, longer)
     assert status == 1 and error == (
         f"error: {root}: holds the checkpoints of a run, which `fit` would replace; --ckpt_path "
         f"{last} goes on with it, --trainer.default_root_dir FOLDER begins another one\n"
     )
     copy = tmp_path / "copy.ckpt"
     copy.write_bytes(last.read_bytes())  # of another run, as far as anyone can see
-    assert launch("fit", given, f"--ckpt_path={copy}")[::2] == (1, error)
     below = root / "fold_0/checkpoints/last.ckpt"
     below.parent.mkdir(parents=True)
     below.write_bytes(last.read_bytes())
-    assert launch("fit", given, f"--ckpt_path={below}")[::2] == (1, error)
+    for option in (f"--ckpt_path={copy}", f"--ckpt_path={below}", "--trainer.enable_checkpointing=false"):
+        assert launch(option)[::2] == (1, error)
     shutil.rmtree(root / "fold_0")
-    assert launch("fit", given, "--trainer.enable_checkpointing=false")[::2] == (1, error)
-    assert launch("fit", given, "--trainer.fast_dev_run=1", other[0])[0] == 0
+    assert launch("--trainer.fast_dev_run=1", wider)[0] == 0
     assert content(root) == before
 
-    assert launch("fit", given, other[1], f"--ckpt_path={last}")[0] == 0
+    assert launch(longer, f"--ckpt_path={last}")[0] == 0
     assert torch.load(last, weights_only=True)["epoch"] == 1
     assert (root / "config_1.yaml").read_bytes() == before["config.yaml"]
     config = yaml.safe_load((root / "config.yaml").read_text())
     assert config["trainer"]["max_epochs"] == 2 and config["ckpt_path"] is None
-    assert launch("fit", given, f"--trainer.default_root_dir={tmp_path}/new", other[0])[0] == 0
+    assert launch(f"--trainer.default_root_dir={tmp_path}/new", wider)[0] == 0
 
     before = content(root)
-    status, _, error = launch("fit", given, other[1], f"--ckpt_path={last}", "--model.lr=0.5")
+    status, _, error = launch(longer, f"--ckpt_path={last}", "--model.lr=0.5")
     assert status == 0 and f"note: {last}: has been trained for 2 epochs, nothing is left" in error
     assert content(root)["config.yaml"] == before["config.yaml"]
 
@@ -158,9 +151,8 @@ def test_the_first_process_decides_for_all(tmp_path, monkeypatch):
 
 
 def test_a_training_leaves_its_validations(launch, tmp_path):
-    root = tmp_path / "run"
-    options = ("--trainer.max_epochs=2", "--model.lr=0.1")
-    assert launch("fit", f"--config={tmp_path}/c.yaml", *options)[0] == 0
+    root, config = tmp_path / "run", f"--config={tmp_path}/c.yaml"
+    assert launch("fit", config, "--trainer.max_epochs=2", "--model.lr=0.1")[0] == 0
     metrics = json.loads((root / "metrics.json").read_text())
     with (root / "logs/version_0/metrics.csv").open() as file:
         logged = [row for row in csv.DictReader(file) if row["val_score"]]
@@ -168,13 +160,11 @@ def test_a_training_leaves_its_validations(launch, tmp_path):
     best = max(range(2), key=lambda epoch: scores[epoch])
     assert list(metrics) == ["fit"]
     for name, epoch in (("last", 1), ("best", best)):
-        found = metrics["fit"][name]
-        assert (found["epoch"], found["step"]) == (epoch, epoch + 1)
-        assert found["val_score"] == pytest.approx(scores[epoch], abs=1e-5)
-    saved = torch.load(root / "checkpoints/best.ckpt", weights_only=True)
-    assert saved["epoch"] == best
-    test = launch("test", f"--config={tmp_path}/c.yaml", f"--ckpt_path={root}/checkpoints/last.ckpt")
-    assert test[0] == 0
+        values = metrics["fit"][name]
+        assert (values["epoch"], values["step"]) == (epoch, epoch + 1)
+        assert values["val_score"] == pytest.approx(scores[epoch], abs=1e-5) == -values["val_bits_per_byte"]
+    assert torch.load(root / "checkpoints/best.ckpt", weights_only=True)["epoch"] == best
+    assert launch("test", config, f"--ckpt_path={root}/checkpoints/last.ckpt")[0] == 0
     tested = json.loads((root / "metrics.json").read_text())
     assert tested["fit"] == metrics["fit"] and "8" in tested["bits_per_byte_at"]
 
@@ -203,20 +193,16 @@ def test_the_best_validation_is_that_of_the_highest_score(scores, best):
     assert saved["last"]["loss"] == 2 and saved["last"]["step"] == len(scores)
 
 
-def test_a_test_and_a_training_write_one_file(tmp_path):
-    path = tmp_path / "metrics.json"
-
-    def read():
-        return json.loads(path.read_text())
-
-    write_metrics(tmp_path, fit={"last": {"epoch": 0}})
-    write_metrics(tmp_path, {"top1": 0.5, "only": 1})
-    assert read() == {"top1": 0.5, "only": 1, "fit": {"last": {"epoch": 0}}}
-    write_metrics(tmp_path, fit={"last": {"epoch": 1}})
-    assert read() == {"top1": 0.5, "only": 1, "fit": {"last": {"epoch": 1}}}
-    write_metrics(tmp_path, {"top1": 0.25})
-    assert read() == {"top1": 0.25, "fit": {"last": {"epoch": 1}}}
-    for of_another in ("{cut", "[1]"):
-        path.write_text(of_another)
-        write_metrics(tmp_path, {"top1": 1.0})
-        assert read() == {"top1": 1.0}
+def test_a_folder_stands_for_its_best_checkpoint(tmp_path):
+    """Where last.ckpt lies beside it, too; without it, for the last one."""
+    folder, options = tmp_path / "checkpoints", {"dims": 1, "in_chans": 1, "num_classes": 2, "embed_dim": 4, "depth": 1}
+    folder.mkdir()
+    net = {"class_path": "ndlightnet.NDLightNet", "init_args": options}
+    (tmp_path / "config.yaml").write_text(yaml.dump({"model": {"net": net}}))
+    for name in ("last", "best"):  # the folder's only one, then one of two
+        weights = NDLightNet(**options).state_dict()
+        torch.save({"state_dict": {f"net.{key}": x for key, x in weights.items()}}, folder / f"{name}.ckpt")
+        assert find_checkpoint(tmp_path) == (folder / f"{name}.ckpt", tmp_path)
+        loaded, path = load_network(tmp_path)
+        assert path == folder / f"{name}.ckpt"
+        assert all(torch.equal(x, weights[key]) for key, x in loaded.state_dict().items())

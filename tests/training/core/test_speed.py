@@ -49,17 +49,17 @@ def step(kind: str, **flags: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
     torch.manual_seed(2)  # dropout
     loss = task.training_step(batch, 0)
     loss.backward()
-    found = {name: p.grad for name, p in task.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **found}, list(task.state_dict())
+    grads = {name: p.grad for name, p in task.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **grads}, list(task.state_dict())
 
 
 def compare(close, kind: str, **flags: bool) -> None:
-    (plain, names), (other, same) = step(kind), step(kind, **flags)
-    assert same == names and other.keys() == plain.keys() and len(plain) > 10
+    (plain, names), (changed, same) = step(kind), step(kind, **flags)
+    assert same == names and changed.keys() == plain.keys() and len(plain) > 10
     scale = max(float(x.abs().max()) for x in plain.values())
     for name, value in plain.items():
-        assert float((other[name] - value).abs().max()) < 1e-5 * scale, name
-    close(other["loss"], plain["loss"], 1e-5)
+        assert float((changed[name] - value).abs().max()) < 1e-5 * scale, name
+    close(changed["loss"], plain["loss"], 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,8 +82,8 @@ def test_offloaded_is_plain(close, kind, grad_checkpointing, monkeypatch):
     packed = []
 
     class Watched(torch.autograd.graph.save_on_cpu):
-        def __init__(self, **how):
-            super().__init__(**how)
+        def __init__(self, **options):
+            super().__init__(**options)
             pack = self.pack_hook
             self.pack_hook = lambda x: packed.append(x.shape) or pack(x)
 
@@ -95,14 +95,10 @@ def test_offloaded_is_plain(close, kind, grad_checkpointing, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_through_what_is_compiled(kind, monkeypatch):
     calls = []
-
-    def compile(net):
-        return lambda *inputs: calls.append(net) or net(*inputs)
-
-    monkeypatch.setattr(torch, "compile", compile)
-    found, names = step(kind, compile=True)
+    monkeypatch.setattr(torch, "compile", lambda net: lambda *inputs: calls.append(net) or net(*inputs))
+    results, names = step(kind, compile=True)
     assert len(calls) == 1 and names == step(kind)[1]
-    assert torch.equal(found["loss"], step(kind)[0]["loss"])
+    assert torch.equal(results["loss"], step(kind)[0]["loss"])
 
 
 @pytest.mark.slow
@@ -112,12 +108,10 @@ def test_compiled_is_plain(close, monkeypatch):
     compare(close, "image", compile=True, grad_checkpointing=True)
 
 
-def test_a_network_without_blocks_is_refused():
+def test_what_checkpointing_refuses_and_leaves(monkeypatch):
+    """A network without blocks; an evaluation, which has nothing to compute again."""
     with pytest.raises(ValueError, match="grad_checkpointing=True: Linear has no blocks"):
         ImageTask(nn.Linear(2, 2), grad_checkpointing=True)
-
-
-def test_evaluation_keeps_nothing_to_compute_again(monkeypatch):
     net = Forecaster(2, 4, embed_dim=8, depth=1)
     speed.checkpoint_blocks(net)
     monkeypatch.setattr(speed, "checkpoint", lambda *_, **__: pytest.fail("in evaluation"))

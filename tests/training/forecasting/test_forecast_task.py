@@ -53,24 +53,13 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def forecast(folder):
-    """forecast("fit", "--option=..."): the task on the tiny config -> (status, output, errors)."""
-
-    def start(*arguments: object):
-        done = launch(ForecastTask, SeriesData, CONFIG, folder, *arguments)
-        return done.status, done.out, done.errors
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def trained(folder, forecast, tmp_path_factory) -> Path:
+def trained(folder, tmp_path_factory) -> Path:
     """The folder of a finished fit and test."""
     out = tmp_path_factory.mktemp("trained")
     common = (f"--trainer.default_root_dir={out}", f"--data.init_args.root={folder}")
-    assert forecast("fit", *common)[::2] == (0, [])
-    status, said, failed = forecast("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
-    assert (status, failed) == (0, []) and "over 91 windows" in said
+    assert launch(ForecastTask, SeriesData, CONFIG, folder, "fit", *common).errors == []
+    done = launch(ForecastTask, SeriesData, CONFIG, folder, "test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
+    assert (done.status, done.errors) == (0, []) and "over 91 windows" in done.out
     assert matplotlib.image.imread(out / "test_windows.png").std() > 0.05
     return out
 
@@ -97,13 +86,13 @@ def test_scaled_by_the_training_rows_alone(folder, tmp_path, close):
     values = read_series(folder / "hours.csv").values
     values[500:] = torch.rand(250, 2) * 1e4
     write_series(tmp_path / "hours.csv", Series(("A", "OT"), START, values))
-    plain, other = opened(folder), opened(tmp_path)
+    plain, changed = opened(folder), opened(tmp_path)
     mean, deviation = plain.scale
     close(mean, values[:500].mean(0), 1e-12)
     close(deviation, values[:500].std(0, correction=0), 1e-12)
-    assert torch.equal(mean, other.scale[0]) and torch.equal(deviation, other.scale[1])
-    assert len(plain.train_set) == len(other.train_set) == 500 - 78 + 1
-    for mine, theirs in zip(plain.train_set[422], other.train_set[422], strict=True):
+    assert torch.equal(mean, changed.scale[0]) and torch.equal(deviation, changed.scale[1])
+    assert len(plain.train_set) == len(changed.train_set) == 500 - 78 + 1
+    for mine, theirs in zip(plain.train_set[422], changed.train_set[422], strict=True):
         assert torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs))
     rows = torch.stack([plain.train_set[i][0][0] for i in range(423)])
     close(plain.unscaled(rows), values[:423], 1e-6)
@@ -114,18 +103,11 @@ def test_an_input_ends_where_its_target_begins(folder, tmp_path):
     values, first = read_series(folder / "hours.csv").values, 600
     values[first:] += 100
     write_series(tmp_path / "hours.csv", Series(("A", "OT"), START, values))
-    (seen, times, target, _), (again, hours, other, _) = (opened(place).test_set[0] for place in (folder, tmp_path))
-    assert torch.equal(seen, again) and torch.equal(times, hours) and (other > target + 10).all()
-    for part, end in (("val_set", 600), ("test_set", 720)):
-        windows = getattr(opened(folder), part)
+    window, changed = (opened(place).test_set[0] for place in (folder, tmp_path))
+    assert all(torch.equal(window[i], changed[i]) for i in (0, 1)) and (changed[2] > window[2] + 10).all()
+    for split, end in (("val_set", 600), ("test_set", 720)):
+        windows = getattr(opened(folder), split)
         assert windows.starts.stop - 1 + 78 == end and windows.starts[0] + 48 == end - len(windows) - 29
-
-
-def test_one_column(folder):
-    data = opened(folder, columns=["OT"])
-    assert data.columns == ("OT",) and data.train_set[0][0].shape == (48, 1)
-    both = opened(folder)
-    assert torch.equal(data.test_set[5][2], both.test_set[5][2][:, 1:])
 
 
 @pytest.mark.slow
@@ -141,24 +123,23 @@ def test_metrics_by_hand(trained, folder):
         with torch.no_grad():
             guess = net(torch.tensor(before[None]).float(), data.test_set[i][1][None])[0].numpy()
         day = np.arange(30) % 24
-        for name, y in (
-            ("net", guess),
-            ("last_value", before[-1:]),
-            ("last_day", before[-24:][day]),
-            ("mean_day", (before[:24] + before[24:])[day] / 2),
-        ):
+        simple = {"last_value": before[-1:], "last_day": before[-24:][day]}
+        simple["mean_day"] = (before[:24] + before[24:])[day] / 2
+        for name, y in {"net": guess, **simple}.items():
             differences.setdefault(name, []).append(y - after)
-    for name, found in differences.items():
-        found = np.stack(found)
-        held = metrics if name == "net" else metrics[name]
-        assert held["mse"] == pytest.approx((found**2).mean(), rel=1e-4)
-        assert held["mae"] == pytest.approx(np.abs(found).mean(), rel=1e-4)
+    for name, errors in differences.items():
+        values = metrics if name == "net" else metrics[name]
+        assert values["mse"] == pytest.approx(np.square(errors).mean(), rel=1e-4)
+        assert values["mae"] == pytest.approx(np.abs(errors).mean(), rel=1e-4)
     assert metrics["windows"] == 91 and metrics["columns"] == ["A", "OT"]
     assert (metrics["input_length"], metrics["horizon"]) == (48, 30)
     assert metrics["parameters"] == sum(p.numel() for p in net.parameters())
     assert metrics["steps"] == 10 * ((500 - 78 + 1) // 32) and metrics["step_ms"] > 0
+    best = metrics["fit"]["best"]
+    assert best["val_score"] == -best["val_mse"] >= metrics["fit"]["last"]["val_score"]
 
 
+@pytest.mark.slow
 def test_a_daily_pattern_is_learnt(trained):
     """The noise's share of the variance is 0.09 / 1.09 = 0.083: nothing can be better. Repeating
     adds the noise of the day repeated to it, that of the mean of two days half of it."""
@@ -169,43 +150,31 @@ def test_a_daily_pattern_is_learnt(trained):
     assert 0.06 < metrics["mse"] < 0.85 * metrics["last_day"]["mse"]
 
 
-def test_the_best_checkpoint_is_that_of_the_least_error(trained, folder):
-    saved = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
-    held = saved["callbacks"]
-    score = next(c["best_model_score"] for k, c in held.items() if "'monitor': 'val_score'" in k)
-    net, windows = net_of(trained / "checkpoints" / "best.ckpt"), opened(folder).val_set
-    assert len(windows) == 600 - 500 - 30 + 1
-    values, times, target = (torch.stack([windows[i][part] for i in range(len(windows))]) for part in range(3))
-    with torch.no_grad():
-        assert -float(score) == pytest.approx((net(values, times) - target).square().mean().item(), rel=1e-4)
-
-
-def test_predict(trained, folder, forecast, tmp_path, close):
+@pytest.mark.slow
+def test_predict(trained, folder, tmp_path, close):
     """In the file's units, of the hours after its end, without the training data; columns may come
     in another order, beside others."""
     series = days(200)
     swapped = torch.stack([series.values[:, 1], series.values[:, 0] * 0, series.values[:, 0]], 1)
     write_series(tmp_path / "now.csv", Series(("OT", "B", "A"), START, swapped))
+    places = (f"--trainer.default_root_dir={tmp_path}/out", f"--data.init_args.input={tmp_path}/now.csv")
     more = (f"--ckpt_path={trained}/checkpoints/last.ckpt", "--data.init_args.root=/gone")
-    status, said, failed = forecast(
-        "predict", f"--trainer.default_root_dir={tmp_path}/out", f"--data.init_args.input={tmp_path}/now.csv", *more
-    )
+    done = launch(ForecastTask, SeriesData, CONFIG, tmp_path, "predict", *places, *more)
     file = tmp_path / "out" / "predictions" / "now.csv"
-    assert (status, failed) == (0, []) and str(file) in said
-    found = read_series(file)
-    assert (found.columns, found.start) == (("A", "OT"), START + 200 * HOUR)
-    assert found.values.shape == (30, 2)
+    assert (done.status, done.errors) == (0, []) and str(file) in done.out
+    predicted = read_series(file)
+    assert (predicted.columns, predicted.start) == (("A", "OT"), START + 200 * HOUR)
+    assert predicted.values.shape == (30, 2)
     data = opened(folder)
-    known = read_series(tmp_path / "now.csv", ["A", "OT"]).values[-48:]
+    inputs = read_series(tmp_path / "now.csv", ["A", "OT"]).values[-48:]
     windows = opened(folder, split=(100, 150, 230)).test_set  # its last one begins at row 152
     assert windows.starts[-1] == 152
     with torch.no_grad():
-        guess = net_of(trained / "checkpoints" / "last.ckpt")(
-            data.scaled(known)[None], windows[len(windows) - 1][1][None]
-        )
-    close(found.values, data.unscaled(guess[0]), 1e-5)
+        net, times = net_of(trained / "checkpoints" / "last.ckpt"), windows[len(windows) - 1][1]
+        guess = net(data.scaled(inputs)[None], times[None])
+    close(predicted.values, data.unscaled(guess[0]), 1e-5)
     truth = days(230).values[200:]
-    assert ((found.values - truth).abs().mean(0) < truth.std(0)).all()
+    assert ((predicted.values - truth).abs().mean(0) < truth.std(0)).all()
     assert matplotlib.image.imread(file.with_suffix(".png")).std() > 0.05
 
 
@@ -243,6 +212,7 @@ def test_what_predict_needs(folder, tmp_path):
             data.predict_dataloader()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_columns(trained, folder, tmp_path):
     task, data = ForecastTask(Forecaster(2, 24, embed_dim=16)), opened(folder, columns=["OT", "A"])
     task._trainer = SimpleNamespace(datamodule=data)

@@ -47,9 +47,7 @@ def test_precision_and_recall_of_known_sets():
     real = torch.linspace(0, 1, 2001)[:, None]
     inside = torch.linspace(0, 0.5, 1000)[:, None]
     drawn = torch.cat([inside, torch.linspace(90, 91, 1000)[:, None]])
-    precision, recall = precision_and_recall(real, drawn, k=3)
-    assert precision == 0.5
-    assert recall == pytest.approx(0.5, abs=0.01)
+    assert precision_and_recall(real, drawn, k=3) == (0.5, pytest.approx(0.5, abs=0.01))
     assert precision_and_recall(real, real) == (1.0, 1.0)
     assert precision_and_recall(real, real + 10) == (0.0, 0.0)
     assert precision_and_recall(real[:2], real[:2], k=3) == (1.0, 1.0)  # fewer than k
@@ -74,9 +72,9 @@ def test_nearest_is_found_batch_by_batch():
     torch.manual_seed(0)
     queries, train = torch.randn(7, 4), torch.randn(30, 4)
     labels, pixels = torch.arange(30), torch.arange(30)[:, None]
-    nearest = Nearest(queries, shown=[0, 5, 2], count=4)
-    for part in (slice(0, 3), slice(3, 20), slice(20, 30)):
-        nearest.update(train[part], labels[part], pixels[part])
+    nearest = Nearest(queries, chosen=[0, 5, 2], count=4)
+    for batch in (slice(0, 3), slice(3, 20), slice(20, 30)):
+        nearest.update(train[batch], labels[batch], pixels[batch])
     gaps = torch.cdist(queries, train)
     assert torch.equal(nearest.labels, gaps.argmin(1))
     assert torch.allclose(nearest.distances, gaps.amin(1))
@@ -91,15 +89,15 @@ def test_features_are_what_the_last_linear_map_gets():
     net = NDLightNet(2, 1, 3, patch_size=2, embed_dim=16, depth=1).eval()
     x = torch.randn(5, 1, 8, 8)
     features = Features(net)
-    found = features(x)
-    assert found.shape == (5, 16) and features.name == "features of NDLightNet"
-    torch.testing.assert_close(net.head(found), net(x))
+    values = features(x)
+    assert values.shape == (5, 16) and features.name == "features of NDLightNet"
+    torch.testing.assert_close(net.head(values), net(x))
     assert not any(p.requires_grad for p in net.parameters())
     assert torch.equal(Features(None)(x), x.flatten(1))
-    other = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 2))
-    assert Features(other)(x).shape == (5, 5) and Features(other)(x).min() >= 0
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 2))
+    assert Features(plain)(x).shape == (5, 5) and Features(plain)(x).min() >= 0
     with pytest.raises(DataError, match=r"features=Sequential: cannot take samples \(5, 1, 9\)"):
-        Features(other)(torch.randn(5, 1, 9))
+        Features(plain)(torch.randn(5, 1, 9))
     with pytest.raises(DataError, match=r"model\.features=Flatten: has no nn\.Linear"):
         Features(nn.Flatten())
 
@@ -109,9 +107,8 @@ def test_features_of_a_checkpoint(tmp_path):
     path, x = tmp_path / "last.ckpt", torch.randn(5, 1, 8, 8)
     weights = {f"net.{key}": value for key, value in net.state_dict().items()}
     torch.save({"state_dict": weights, "network": net.description()}, path)
-    other = NDLightNet(2, 1, 3, patch_size=2, embed_dim=16, depth=1)
-    for given in (None, other):
-        torch.testing.assert_close(load_features(given, str(path))(x), Features(net)(x))
+    for network in (None, NDLightNet(2, 1, 3, patch_size=2, embed_dim=16, depth=1)):
+        torch.testing.assert_close(load_features(network, str(path))(x), Features(net)(x))
     with pytest.raises(DataError, match=r"model\.features_checkpoint: .*no such checkpoint"):
         load_features(None, str(tmp_path / "missing.ckpt"))
     wider = NDLightNet(2, 1, 4, patch_size=2, embed_dim=16, depth=1)
@@ -124,6 +121,6 @@ def test_a_copy_of_a_training_sample_is_at_distance_0():
     train = 30 + torch.randn(60, 3000, generator=torch.Generator().manual_seed(0))
     queries = torch.cat([train[:30], train[:30] + 1])
     assert torch.cdist(queries, train)[:30].diagonal().max() > 0  # else nothing is tested
-    nearest = Nearest(queries, shown=[0])
+    nearest = Nearest(queries, chosen=[0])
     nearest.update(train, torch.arange(60), torch.zeros(60, 1, 2, 2, dtype=torch.uint8))
     assert not nearest.distances[:30].any() and nearest.labels[:30].tolist() == [*range(30)]

@@ -31,13 +31,13 @@ data:
 def folders(tmp_path_factory) -> Path:
     """Ten images of each colour to train with, four to test; one cannot be read."""
     root, rng = tmp_path_factory.mktemp("folders"), np.random.default_rng(0)
-    for part, count in (("train", 10), ("test", 4)):
+    for split, count in (("train", 10), ("test", 4)):
         for channel, name in enumerate(("red", "green")):
-            (root / part / name).mkdir(parents=True)
+            (root / split / name).mkdir(parents=True)
             for number in range(count):
                 pixels = rng.integers(0, 60, (8, 8, 3), np.uint8)
                 pixels[..., channel] += 180
-                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+                Image.fromarray(pixels).save(root / split / name / f"{number}.png")
     (root / "train" / "red" / "broken.png").write_bytes(b"no picture")
     return root
 
@@ -47,40 +47,39 @@ def test_fit_test_and_predict_on_class_folders(folders, tmp_path, capfd):
     (tmp_path / "c.yaml").write_text(CONFIG)
 
     def launch(command: str, *more: str) -> int:
-        given = [command, "--config", str(tmp_path / "c.yaml"), f"--data.init_args.root={folders}"]
-        given += [f"--trainer.default_root_dir={tmp_path}", *more]
-        return run(GenerationTask, LabelledData, Path("none"), None, given)
+        config, root = f"--config={tmp_path}/c.yaml", f"--data.init_args.root={folders}"
+        arguments = [command, config, root, f"--trainer.default_root_dir={tmp_path}", *more]
+        return run(GenerationTask, LabelledData, Path("none"), None, arguments)
 
     last = f"--ckpt_path={tmp_path}/checkpoints/last.ckpt"
     assert launch("fit") == 0
     capfd.readouterr()
     assert launch("test", last) == 0  # training did without the broken file, too
-    told = capfd.readouterr().err
-    assert f"note: {folders}/train/red/broken.png: cannot be read" in told and "error" not in told
+    err = capfd.readouterr().err
+    assert f"note: {folders}/train/red/broken.png: cannot be read" in err and "error" not in err
     (folders / "test" / "red" / "cut.png").write_bytes(b"no picture")
     assert launch("test", last) == 1  # it stops nothing
     (folders / "test" / "red" / "cut.png").unlink()
-    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(told) == 1 and "test/red/cut.png: cannot be read" in told[0]
+    (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
+    assert "test/red/cut.png: cannot be read" in error
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["test_samples"] == 8 and metrics["samples"] == 6
     assert launch("predict", "--model.size=[8,12]", last) == 0
     (first, *_) = sorted((tmp_path / "predictions").glob("0*"))
     assert first.name == "00000_green.png" and Image.open(first).size == (12, 8)
     capfd.readouterr()
-    given = ("--data.init_args.mixup=0.5", f"--trainer.default_root_dir={tmp_path / 'new'}")
-    assert launch("fit", *given) == 1
+    assert launch("fit", "--data.init_args.mixup=0.5", f"--trainer.default_root_dir={tmp_path / 'new'}") == 1
     assert "data.mixup, data.cutmix: above 0, expected 0" in capfd.readouterr().err
 
 
 def test_pixels_are_normalised_and_back(folders):
     data = ImageFolders(str(folders), 8, scale=None, crop_pct=1.0, workers=0, batch_size=4)
     data.setup("fit")
-    seen = 0
+    count = 0
     for batch in data.plain_train_dataloader():
         pixels = batch[0]
         images, labels, _ = data.on_after_batch_transfer(batch, 0)
         assert torch.equal(data.to_pixels(images), pixels)
         assert torch.equal(data.from_pixels(pixels), images)
-        seen += len(labels)
-    assert seen == len(data.train_set) - 1  # but the broken one
+        count += len(labels)
+    assert count == len(data.train_set) - 1  # but the broken one

@@ -25,28 +25,23 @@ def test_noise_prediction_is_diffusers(kind):
     assert scheduler.config.clip_sample is False
     x = torch.randn(6, 2, 5)
     noisy, t, target = noised(scheduler, x)
-    kept = scheduler.alphas_cumprod[t.long()].view(-1, 1, 1)
-    noise = (noisy - kept.sqrt() * x) / (1 - kept).sqrt()
-    wanted = {"epsilon": noise, "sample": x}
-    wanted["v_prediction"] = kept.sqrt() * noise - (1 - kept).sqrt() * x
-    torch.testing.assert_close(target, wanted[kind], rtol=1e-3, atol=1e-3)
+    alphas = scheduler.alphas_cumprod[t.long()].view(-1, 1, 1)
+    noise = (noisy - alphas.sqrt() * x) / (1 - alphas).sqrt()
+    velocity = alphas.sqrt() * noise - (1 - alphas).sqrt() * x
+    expected = {"epsilon": noise, "sample": x, "v_prediction": velocity}[kind]
+    torch.testing.assert_close(target, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["DPMSolverMultistepScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler"])
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
 def test_all_schedulers_of_noise_prediction_train_as_ddpm_does(name, kind):
     """Their own add_noise is for pictures to be changed, after set_timesteps."""
-    x, found = torch.randn(6, 2, 5), []
-    for one in (name, "DDPMScheduler"):
-        scheduler = build_scheduler({one: {"prediction_type": kind}})
-        found.append(noised(scheduler, x, generator=torch.Generator().manual_seed(0)))
-    for own, ddpm in zip(*found, strict=True):
-        torch.testing.assert_close(own, ddpm)
-    noisy, t, target = found[0]
+    x = torch.randn(6, 2, 5)
+    scheduler, ddpm = (build_scheduler({one: {"prediction_type": kind}}) for one in (name, "DDPMScheduler"))
+    noisy, t, target = noised(scheduler, x, generator=torch.Generator().manual_seed(0))
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(noisy, scheduler.add_noise(x, noise, t.long()))
-    wanted = noise if kind == "epsilon" else scheduler.get_velocity(x, noise, t.long())
-    torch.testing.assert_close(target, wanted)
+    torch.testing.assert_close(noisy, ddpm.add_noise(x, noise, t.long()))
+    torch.testing.assert_close(target, noise if kind == "epsilon" else ddpm.get_velocity(x, noise, t.long()))
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ def test_curves_of_several_runs(tmp_path, capsys):
         assert min(pictures[-1].shape[:2]) > 300
     # orange and light blue: each more run adds a colour
     for number, color in enumerate(("#E69F00", "#56B4E9"), 1):
-        wanted = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        shown = [(abs(picture - wanted) < 0.01).all(-1).sum() > 200 for picture in pictures]
-        assert shown == [i >= number for i in range(3)]
+        rgb = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        counts = [(abs(picture - rgb) < 0.01).all(-1).sum() for picture in pictures]
+        assert [count > 200 for count in counts] == [i >= number for i in range(3)]
 
 
 @pytest.mark.parametrize(

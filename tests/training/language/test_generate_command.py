@@ -44,19 +44,17 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place, where", [(".", "run"), (".", "run/checkpoints/last.ckpt"), ("run/checkpoints", "last.ckpt")]
+    "place, path", [(".", "run"), (".", "run/checkpoints/last.ckpt"), ("run/checkpoints", "last.ckpt")]
 )
-def test_the_command_prints_what_the_function_yields(trained, capsys, monkeypatch, place, where):
+def test_the_command_prints_what_the_function_yields(trained, capsys, monkeypatch, place, path):
     monkeypatch.chdir(trained / place)
-    folder, net = trained, NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=1)
-    saved = torch.load(folder / "run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
-    net.load_state_dict({key.removeprefix("net."): x for key, x in saved.items()})
+    net = NDLightNet.from_checkpoint(trained / "run/checkpoints/last.ckpt")
+    arguments = ["--ckpt_path", path, "--prompt", "ab", "--length=12"]
     capsys.readouterr()
-    asked = ["--ckpt_path", where, "--prompt", "ab", "--length=12"]
-    assert generate([*asked, "--temperature=0"]) == 0
-    expected = bytes(tokens_of(net.eval(), list(b"ab"), 12, temperature=0))
+    assert generate([*arguments, "--temperature=0"]) == 0
+    expected = bytes(tokens_of(net, list(b"ab"), 12, temperature=0))
     assert capsys.readouterr().out == f"ab{expected.decode(errors='replace')}\n"
-    drawn = [(generate([*asked, f"--seed={seed}"]), capsys.readouterr().out)[1] for seed in "112"]
+    drawn = [(generate([*arguments, f"--seed={seed}"]), capsys.readouterr().out)[1] for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -98,17 +96,13 @@ def test_predict_writes_the_bits_of_each_file(trained, tmp_path, capsys):
     for name, content in texts.items():
         (tmp_path / "in" / name).write_bytes(content)
     out, ckpt = tmp_path / "out", trained / "run" / "checkpoints" / "last.ckpt"
-    arguments = ["predict", f"--config={trained}/c.yaml", f"--ckpt_path={ckpt}"]
-    arguments += [f"--trainer.default_root_dir={out}", f"--data.input={tmp_path}/in"]
-    assert run(TextTask, TextData, tmp_path, None, arguments) == 1
+    places = [f"--ckpt_path={ckpt}", f"--trainer.default_root_dir={out}", f"--data.input={tmp_path}/in"]
+    assert run(TextTask, TextData, tmp_path, None, ["predict", f"--config={trained}/c.yaml", *places]) == 1
     printed = capsys.readouterr()
     assert f"error: {tmp_path}/in/short: 1 byte" in printed.err
     rows = list(csv.DictReader((out / "predictions.csv").open()))
     assert [row["file"] for row in rows] == [f"{tmp_path}/in/b", f"{tmp_path}/in/deep/a"]
-    net = NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=1).eval()
-    saved = torch.load(ckpt, weights_only=True)["state_dict"]
-    net.load_state_dict({key.removeprefix("net."): x for key, x in saved.items()})
-    total = 0.0
+    net, total = NDLightNet.from_checkpoint(ckpt), 0.0
     for row, content in zip(rows, [texts["b"], texts["deep/a"]], strict=True):
         text = torch.tensor(list(content), dtype=torch.uint8)
         with torch.no_grad():
@@ -124,13 +118,13 @@ def test_a_file_is_one_text_however_it_is_cut():
     net = NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=1).double().eval()
     text = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 40, np.uint8))
     with torch.no_grad():
-        whole = float(token_nll(net, text[None]).double().sum()) / math.log(2)
+        bits = float(token_nll(net, text[None]).double().sum()) / math.log(2)
     for chunk in (1, 7, 39, 100):
-        assert file_bits(net, text, chunk) == pytest.approx(whole, rel=1e-6)
+        assert file_bits(net, text, chunk) == pytest.approx(bits, rel=1e-6)
     softmax = NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=1, mixer=SoftmaxAttention).eval()
     with torch.no_grad():
-        parts = [token_nll(softmax, text[None, a : a + 14]).sum() for a in (0, 13, 26)]
-    assert file_bits(softmax, text, 13) == pytest.approx(float(sum(parts)) / math.log(2), rel=1e-5)
+        chunks = [token_nll(softmax, text[None, a : a + 14]).sum() for a in (0, 13, 26)]
+    assert file_bits(softmax, text, 13) == pytest.approx(float(sum(chunks)) / math.log(2), rel=1e-5)
 
 
 def test_files_to_predict(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.image
 import pytest
@@ -32,10 +33,13 @@ def trained(tmp_path_factory, folder, pretrain) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_it_leaves_checkpoints_metrics_and_sheets(trained):
     for name in ("best.ckpt", "last.ckpt"):
         saved = torch.load(trained / "checkpoints" / name, weights_only=True)["state_dict"]
         assert {key.split(".")[0] for key in saved} == {"net", "decoder"}
+    net = NDLightNet.from_checkpoint(trained / "checkpoints" / "last.ckpt")
+    assert all(torch.equal(value, saved[f"net.{name}"]) for name, value in net.state_dict().items())
     metrics = json.loads((trained / "metrics.json").read_text())
     assert metrics["samples"] == 30 and (metrics["box"], metrics["dropped"]) == ([2, 2], 0.75)
     assert -0.5 < metrics["explained"] < 1 and metrics["steps"] == 4 * (108 // 16)
@@ -44,33 +48,20 @@ def test_it_leaves_checkpoints_metrics_and_sheets(trained):
     assert matplotlib.image.imread(trained / "reconstructions" / "test.png").std() > 0.05
 
 
-def test_a_network_is_read_from_its_checkpoint(trained):
-    net = NDLightNet.from_checkpoint(trained / "checkpoints" / "last.ckpt")
-    saved = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, saved[f"net.{name}"])
-
-
+@pytest.mark.slow
 def test_a_training_begins_with_its_weights(trained, folder, recognise, tmp_path):
     """Those that fit; a line names the head, which is as drawn."""
     checkpoint = trained / "checkpoints" / "last.ckpt"
-    done = recognise(
-        "fit",
-        f"--data.init_args.root={folder}",
-        f"--trainer.default_root_dir={tmp_path}",
-        f"--model.init={checkpoint}",
-        "--trainer.max_epochs=1",
-        "--model.lr=1e-9",
-        "--model.min_lr=0",
-    )
+    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}")
+    rates = ("--trainer.max_epochs=1", "--model.lr=1e-9", "--model.min_lr=0")
+    done = recognise("fit", *common, f"--model.init={checkpoint}", *rates)
     assert (done.status, done.errors) == (0, [])
     # a test does not read it: a config with `init` works where the file is gone
     last = f"--ckpt_path={tmp_path}/checkpoints/last.ckpt"
-    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}")
     assert recognise("test", *common, "--model.init=gone.ckpt", last).status == 0
-    said = [line for line in done.err.splitlines() if "weights of the network" in line]
-    assert len(said) == 1 and said[0].startswith(f"note: {checkpoint}: ")
-    assert said[0].endswith("as drawn: head.bias, head.weight; not used: none")
+    (note,) = [line for line in done.notes if "weights of the network" in line]
+    assert note.startswith(f"note: {checkpoint}: ")
+    assert note.endswith("as drawn: head.bias, head.weight; not used: none")
     before = torch.load(checkpoint, weights_only=True)["state_dict"]
     after = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     shared = [key for key in before if key.startswith("net.") and key in after]
@@ -128,25 +119,20 @@ def test_files_that_cannot_begin_a_training(tmp_path):
             load_initial(str(path), network())
 
 
-class Trainer:
-    def __init__(self, data):
-        self.datamodule = data
-
-
 def test_all_clips_of_a_video_are_samples():
     """As their networks see them."""
     net = NDLightNet(3, 6, patch_size=2, embed_dim=16, depth=1, num_classes=0)
     task = PretrainTask(net, box=1)
-    task._trainer = Trainer(VideoData("x", frames=4, size=8, pixels="both"))
+    task._trainer = SimpleNamespace(datamodule=VideoData("x", frames=4, size=8, pixels="both"))
     clips = torch.randn(2, 5, 3, 4, 8, 8)
-    seen = task.samples((clips, torch.zeros(2), torch.zeros(2)))
-    assert seen.shape == (10, 6, 4, 8, 8) and torch.equal(seen[7, :3], clips[1, 2])
+    samples = task.samples((clips, torch.zeros(2), torch.zeros(2)))
+    assert samples.shape == (10, 6, 4, 8, 8) and torch.equal(samples[7, :3], clips[1, 2])
     assert task.samples((clips[:, 0], None, None)).shape == (2, 6, 4, 8, 8)
 
 
 def test_data_of_many_sizes():
     task = PretrainTask(NDLightNet(1, 4, patch_size=2, embed_dim=16, depth=1, num_classes=0))
-    task._trainer = Trainer(object())
+    task._trainer = SimpleNamespace(datamodule=object())
     with pytest.raises(DataError, match="data=object: expected samples of one size"):
         task.setup("fit")
 
@@ -154,7 +140,7 @@ def test_data_of_many_sizes():
 def test_what_is_explained_is_the_mean_over_samples(monkeypatch):
     """A last batch of one sample counts once, beside four of the first batch."""
     task, written = PretrainTask(network()), []
-    task._trainer = type("Trainer", (), {"is_global_zero": True})()
+    task._trainer = SimpleNamespace(is_global_zero=True)
     monkeypatch.setattr(task, "_explained", lambda batch, _: torch.tensor(1.0 if len(batch[0]) == 1 else 0.5))
     monkeypatch.setattr(task, "out", lambda: Path("out"))
     for name in ("on_validation_epoch_start", "on_validation_epoch_end"):

@@ -31,15 +31,15 @@ def folder(tmp_path, save_volume) -> Path:
     return tmp_path
 
 
-def made(folder: Path, kind: str, **options) -> UnlabelledFiles:
-    given = {"size": SPACES[kind], "batch_size": 4, "validation": 0.2, "workers": 0}
-    given |= {"spacing": [2.0, 2.0, 3.0]} if kind == "volumes" else {}
-    return UnlabelledFiles(str(folder), kind, **given | options)
+def unlabelled(folder: Path, kind: str, **options) -> UnlabelledFiles:
+    spacing = [2.0, 2.0, 3.0] if kind == "volumes" else None
+    small = {"size": SPACES[kind], "spacing": spacing, "batch_size": 4, "validation": 0.2, "workers": 0}
+    return UnlabelledFiles(str(folder), kind, **small | options)
 
 
 @pytest.mark.parametrize("kind", SPACES)
 def test_batches_of_every_kind(folder, kind):
-    data = made(folder, kind)
+    data = unlabelled(folder, kind)
     torch.manual_seed(0)
     data.setup("fit")
     assert (len(data.train_set), len(data.val_set)) == (8, 2)
@@ -55,21 +55,21 @@ def test_batches_of_every_kind(folder, kind):
 def test_a_file_that_cannot_be_read_is_named_and_replaced(folder, capsys):
     broken = folder / "a" / "i0.png"
     broken.write_text("no image")
-    data = made(folder, "images", validation=0)
+    data = unlabelled(folder, "images", validation=0)
     data.setup("fit")
     at = [str(path) for path in data.train_set.files].index(str(broken))
     for _ in range(2):
         batch = torch.utils.data.default_collate([data.train_set[at]])
         _, numbers = data.on_after_batch_transfer(batch, 0)
     assert numbers.tolist() == [at + 1]
-    said = [line for line in capsys.readouterr().err.splitlines() if str(broken) in line]
-    assert len(said) == 1 and said[0].endswith("; the next file replaces it")
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if str(broken) in line]
+    assert note.endswith("; the next file replaces it")
 
 
 def test_a_folder_of_broken_files_only(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.png").write_text("no image")
-    data = made(tmp_path, "images", validation=0)
+    data = unlabelled(tmp_path, "images", validation=0)
     data.setup("fit")
     with pytest.raises(DataError, match=r"a\.png: .*; nor can the 1 after it be read"):
         data.train_set[0]
@@ -88,24 +88,16 @@ def test_a_folder_of_broken_files_only(tmp_path):
 )
 def test_wrong_options(tmp_path, kind, options, message):
     with pytest.raises(DataError, match=message):
-        made(tmp_path, kind, **options)
+        unlabelled(tmp_path, kind, **options)
 
 
 def test_it_trains_on_mixed_files(folder, pretrain, tmp_path):
     out = tmp_path / "out"
-    done = pretrain(
-        "fit",
-        "--data.class_path=UnlabelledFiles",
-        f"--data.init_args.root={folder}",
-        "--data.init_args.kind=videos",
-        "--data.init_args.size=[4,16,16]",
-        "--model.net.init_args.dims=3",
-        "--model.net.init_args.patch_size=[1,4,4]",
-        "--trainer.max_epochs=1",
-        f"--trainer.default_root_dir={out}",
-        "--data.init_args.batch_size=4",
-        "--data.init_args.validation=0.2",
-    )
+    files = {"root": folder, "kind": "videos", "size": [4, 16, 16], "batch_size": 4, "validation": 0.2}
+    data = [f"--data.init_args.{name}={value}" for name, value in files.items()]
+    net = ["--model.net.init_args.dims=3", "--model.net.init_args.patch_size=[1,4,4]"]
+    trainer = ["--trainer.max_epochs=1", f"--trainer.default_root_dir={out}"]
+    done = pretrain("fit", "--data.class_path=UnlabelledFiles", *data, *net, *trainer)
     assert (done.status, done.errors) == (0, [])
     assert (out / "checkpoints" / "last.ckpt").is_file()
     assert (out / "reconstructions" / "epoch_0001.png").is_file()

@@ -1,25 +1,21 @@
 """The command `export`: a run's network as a file that runs without the library."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
 from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.__main__ import main
 from ndlightnet.training.core import export
 
-CONFIG = """
-model:
-  net:
-    class_path: ndlightnet.{}
-    init_args: {}
-  lr: 0.1
-"""
-SMALL = "{dims: 2, num_classes: 3, patch_size: 4, embed_dim: 16, depth: 1, tpe_states: 4}"
+SMALL = {"dims": 2, "num_classes": 3, "patch_size": 4, "embed_dim": 16, "depth": 1, "tpe_states": 4}
 ALONE = """
 import sys
 import numpy, onnxruntime
@@ -30,32 +26,29 @@ assert "torch" not in sys.modules and "ndlightnet" not in sys.modules
 """
 
 
-def run(folder: Path, net: torch.nn.Module, arguments: str, name: str = "best") -> Path:
-    """What `fit` leaves."""
+def run(folder: Path, kind: type, arguments: dict, name: str = "best") -> tuple[torch.nn.Module, Path]:
+    """A network, and the folder that a `fit` of it leaves."""
+    net = kind(**arguments).eval()
     (folder / "checkpoints").mkdir(parents=True)
-    config = CONFIG.format(type(net).__name__, arguments)
-    (folder / "config.yaml").write_text(config)
+    entry = {"class_path": f"ndlightnet.{kind.__name__}", "init_args": arguments}
+    (folder / "config.yaml").write_text(yaml.dump({"model": {"lr": 0.1, "net": entry}}))
     saved = {f"net.{key}": value for key, value in net.state_dict().items()}
     torch.save({"state_dict": saved}, folder / "checkpoints" / f"{name}.ckpt")
-    return folder
+    return net, folder
 
 
 @pytest.mark.slow
 def test_onnx_runs_without_us(tmp_path, capfd):
-    np = pytest.importorskip("numpy")
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
-    net = NDLightNet(1, num_classes=3, vocab_size=50, embed_dim=16, depth=1, tpe_states=4).eval()
-    words = "{dims: 1, num_classes: 3, vocab_size: 50, embed_dim: 16, depth: 1, tpe_states: 4}"
-    folder = run(tmp_path / "run", net, words)
+    net, folder = run(tmp_path / "run", NDLightNet, {**SMALL, "dims": 1, "patch_size": 1, "vocab_size": 50})
     assert main(["export", str(folder), "--to", "onnx"]) == 0
     out = capfd.readouterr().out
     assert out.count(", ok") == 3 and f"wrote {folder / 'model.onnx'}" in out
     for size in ((2, 71), (1, 200)):  # none that the command tries
         x = torch.randint(50, size)
         np.save(tmp_path / "x.npy", x.numpy())
-        arguments = [folder / "model.onnx", tmp_path / "x.npy"]
-        subprocess.run([sys.executable, "-c", ALONE, *map(str, arguments)], check=True)
+        subprocess.run([sys.executable, "-c", ALONE, folder / "model.onnx", tmp_path / "x.npy"], check=True)
         with torch.no_grad():
             expected = net(x)
         # roundings of 6e-8 that a few hundred operations grow; outputs are of order 1
@@ -64,23 +57,21 @@ def test_onnx_runs_without_us(tmp_path, capfd):
 
 @pytest.mark.exhaustive
 def test_pt2_of_a_segmentation_network(tmp_path, capfd):
-    net = NDLightUNet(2, 1, 3, widths=(4, 8), convs=(1, 1), depths=(0, 1)).eval()
-    arguments = "{dims: 2, in_channels: 1, out_channels: 3, widths: [4, 8], convs: [1, 1], depths: [0, 1]}"
-    folder = run(tmp_path / "run", net, arguments, "last")
+    arguments = {"dims": 2, "in_channels": 1, "out_channels": 3, "widths": [4, 8], "convs": [1, 1], "depths": [0, 1]}
+    _, folder = run(tmp_path / "run", NDLightUNet, arguments, "last")
     ckpt = folder / "checkpoints" / "last.ckpt"
     assert main(["export", str(ckpt), "--to", "pt2"]) == 0
     assert capfd.readouterr().out.count(", ok") == 3 and (ckpt.parent / "model.pt2").is_file()
 
 
 @pytest.fixture
-def made(tmp_path):
-    net = NDLightNet(2, 3, patch_size=4, num_classes=3, embed_dim=16, depth=1, tpe_states=4)
-    return net.eval(), run(tmp_path / "run", net, SMALL)
+def trained(tmp_path):
+    return run(tmp_path / "run", NDLightNet, SMALL)
 
 
-@pytest.mark.parametrize("factor, status, kept", [(1.001, 1, ["old"]), (1.0, 0, ["data", "new"])])
-def test_only_a_file_that_equals_the_network_is_kept(made, monkeypatch, capsys, factor, status, kept):
-    net, folder = made
+@pytest.mark.parametrize("factor, status, contents", [(1.001, 1, ["old"]), (1.0, 0, ["data", "new"])])
+def test_only_a_file_that_equals_the_network_is_kept(trained, monkeypatch, capsys, factor, status, contents):
+    net, folder = trained
     (folder / "model.onnx").write_text("old")
 
     def write(net, path):
@@ -88,55 +79,58 @@ def test_only_a_file_that_equals_the_network_is_kept(made, monkeypatch, capsys, 
         path.with_suffix(".onnx.data").write_text("data")
 
     monkeypatch.setattr(export, "write_onnx", write)
-    monkeypatch.setattr(export, "load_onnx", lambda path: lambda x: net(x) * factor)
+    monkeypatch.setattr(export, "load_onnx", lambda path: lambda x: net(x) * (factor if len(x) == 3 else 1))
     assert main(["export", str(folder), "--to", "onnx"]) == status
-    said = capsys.readouterr()
-    assert ("NOT EQUAL" in said.out) == ("differs from the network" in said.err) == bool(status)
-    assert sorted(file.read_text() for file in folder.glob("model.*")) == kept
+    out, err = capsys.readouterr()
+    assert ("NOT EQUAL" in out) == ("differs from the network" in err) == bool(status)
+    assert sorted(file.read_text() for file in folder.glob("model.*")) == contents
     assert {entry.name.partition(".")[0] for entry in folder.iterdir()} == {"checkpoints", "config", "model"}
 
 
 @pytest.mark.parametrize("to", ["onnx", "pt2"])
-def test_a_missing_library_is_named_and_onnx_for_onnx_only(made, monkeypatch, capsys, to):
+def test_a_missing_library_is_named_and_onnx_for_onnx_only(trained, monkeypatch, capsys, to):
     def write(net, path):
-        raise ImportError("No module named 'parts'")
+        raise ImportError("No module named 'missing'")
 
     monkeypatch.setattr(export, f"write_{to}", write)
-    assert main(["export", str(made[1]), "--to", to]) == 1
-    said = capsys.readouterr().err
-    assert f"--to {to}: " in said and "No module named 'parts'" in said
-    assert ("pip install onnx" in said) == (to == "onnx")
+    assert main(["export", str(trained[1]), "--to", to]) == 1
+    err = capsys.readouterr().err
+    assert f"--to {to}: " in err and "No module named 'missing'" in err
+    assert ("pip install onnx" in err) == (to == "onnx")
 
 
-def test_a_missing_compiler_is_one_line(made, monkeypatch, capsys):
+def test_a_missing_compiler_is_one_line(trained, monkeypatch, capsys):
     def compiled(*args, **kwargs):
         raise InductorError(InvalidCxxCompiler(), None)
 
     monkeypatch.setattr(torch.export, "export", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
-    assert main(["export", str(made[1]), "--to", "pt2"]) == 1
+    assert main(["export", str(trained[1]), "--to", "pt2"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --to pt2: needs a C++ compiler, such as g++")
-    assert not (made[1] / "model.pt2").exists()
+    assert not (trained[1] / "model.pt2").exists()
 
 
-def test_a_checkpoint_is_found_from_its_own_folder(made, monkeypatch):
-    monkeypatch.chdir(made[1] / "checkpoints")
+def test_a_checkpoint_is_found_from_its_own_folder(trained, monkeypatch):
+    monkeypatch.chdir(trained[1] / "checkpoints")
     net, ckpt = export.load_network(Path("best.ckpt"))
     assert ckpt == Path("best.ckpt")
-    torch.testing.assert_close(net.state_dict(), made[0].state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(net.state_dict(), trained[0].state_dict(), rtol=0, atol=0)
 
 
 def test_what_does_not_fit_is_one_line(tmp_path, capsys):
-    net = NDLightNet(2, 3, patch_size=4, num_classes=3, embed_dim=16, depth=1, tpe_states=4)
-    folder = run(tmp_path / "run", net, SMALL.replace("16", "32"))
+    _, folder = run(tmp_path / "run", NDLightNet, SMALL)
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("16", "32"))
     (tmp_path / "empty").mkdir()
     (folder / "wrong.ckpt").write_text("x")
-    for given, said in (
+    for path, line in (
         (folder, "not the network of"),
         (tmp_path / "empty", f"{tmp_path / 'empty'}: a folder, expected a checkpoint that `fit` has"),
         (folder / "wrong.ckpt", f"{tmp_path / 'config.yaml'}: no such file"),
     ):
-        assert main(["export", str(given), "--to", "onnx"]) == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: ") and said in line
+        assert main(["export", str(path), "--to", "onnx"]) == 1
+        assert re.fullmatch(f"error: .*{re.escape(line)}.*\n", capsys.readouterr().err)
+    with pytest.raises(SystemExit):
+        main(["export", str(folder), "--to", "onn"])
+    assert capsys.readouterr().err == "error: to: onn, expected Literal['onnx', 'pt2']\n"
