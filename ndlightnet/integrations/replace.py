@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.integrations.tokens import TokenMixer
 from ndlightnet.nn.mixers.base import Named
 
 LIBRARIES = {
@@ -35,20 +36,20 @@ LIBRARIES = {
 }
 Start = Literal["fresh", "weights"]
 Where = str | Callable[[str, nn.Module], bool]
+Projections = dict[str, tuple[Tensor, Tensor | None]]  # weight and bias of q, k, v and o
 
 
 class Replacement(NamedTuple):
     """A new layer; what it is, in words, for the report; what of the old one it leaves out.
 
-    then: for a layer that stays and is switched with all others of a part of its network: what
-    switches them, called after all new layers are in their places. scope: that part.
+    switch: for a layer that stays and is switched with all others of a submodule of its network:
+    that submodule, and what switches them, called after all new layers are in their places.
     """
 
     new: nn.Module
     what: str
     without: tuple[str, ...] = ()
-    then: Callable[[], None] | None = None
-    scope: nn.Module | None = None
+    switch: tuple[nn.Module, Callable[[], None]] | None = None
 
 
 class Refusal(NamedTuple):
@@ -57,6 +58,7 @@ class Refusal(NamedTuple):
     reason: str
 
 
+WEIGHTS_DROPOUT = "dropout of attention weights"
 UNKNOWN = Refusal("not a layer that replace_attention knows")
 FIRST = "expected replace_attention first, then peft"
 AROUND = Refusal(f"peft's, around a layer: {FIRST}")
@@ -72,20 +74,28 @@ class Options:
     prefix: int = 0
     layer: int = 0
 
-    def begin(self, new: nn.Module, **old: tuple[Tensor, Tensor | None] | nn.Linear) -> str:
-        """With start="weights", copy weights and biases q, k, v, o to the projections q_proj,
-        k_proj, v_proj and o_proj or out_proj of a mixer, where shapes agree. Return what was
-        copied, in words; "" if nothing was asked for.
+    def tokens(self, dim: int, heads: int, **options: Any) -> TokenMixer:
+        """Return the mixer for a layer; options of TokenMixer come before those of the user."""
+        defaults = {"grid": self.grid, "prefix": self.prefix, "layer": self.layer}
+        return TokenMixer(dim, heads, self.mixer, **defaults | options)
+
+    def replacement(self, new: nn.Module, tokens: TokenMixer, old: Projections, *without: str) -> Replacement:
+        """Return the Replacement by a layer that has the mixer `tokens`. without: what of the old
+        layer it leaves out, "" for nothing."""
+        return Replacement(new, tokens.what() + self.begin(tokens.mixer, old), tuple(filter(None, without)))
+
+    def begin(self, new: nn.Module, old: Projections) -> str:
+        """With start="weights", copy weights and biases to the projections q_proj, k_proj, v_proj
+        and o_proj or out_proj of a mixer, where shapes agree. Return what was copied, in words; ""
+        if nothing was asked for.
 
         Raises ValueError if nothing fits.
         """
         if self.start == "fresh":
             return ""
         copied = []
-        for name, projection in old.items():
-            weight, bias = projection if isinstance(projection, tuple) else (projection.weight, projection.bias)
-            to = getattr(new, f"{name}_proj", None)
-            to = getattr(new, "out_proj", None) if to is None and name == "o" else to
+        for name, (weight, bias) in old.items():
+            to = getattr(new, f"{name}_proj", getattr(new, "out_proj", None) if name == "o" else None)
             if not isinstance(to, nn.Linear) or to.weight.shape != weight.shape:
                 continue
             with torch.no_grad():
@@ -99,6 +109,17 @@ class Options:
                 "shapes; expected start='fresh'"
             )
         return f", starting from {', '.join(copied)}"
+
+
+def projections(**layers: nn.Linear) -> Projections:
+    """Return weights and biases of the layers q, k, v and o, or of some."""
+    return {name: (layer.weight, layer.bias) for name, layer in layers.items()}
+
+
+def thirds(weight: Tensor, bias: Tensor | None) -> Projections:
+    """Return weights and biases of a joint projection to q, k and v."""
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    return dict(zip("qkv", zip(weight.chunk(3), biases, strict=True), strict=True))
 
 
 @dataclass
@@ -156,14 +177,14 @@ def replace_attention(
     if start not in get_args(Start):
         raise ValueError(f"start={start!r}: expected 'fresh' or 'weights'")
     options = Options(mixer, start, grid, prefix)
-    selected = _selector(where)
+    if where is not None and not isinstance(where, str) and not callable(where):
+        raise ValueError(f"where={where!r}: expected a glob pattern or a function(name, module)")
     report = Report()
     new: dict[str, nn.Module] = {}
-    after: list[Callable[[], None]] = []
-    scopes: set[nn.Module] = set()
+    switches: dict[nn.Module, Callable[[], None]] = {}
     answers: dict[int, tuple[Replacement | Refusal, str]] = {}  # of a layer, and its first name
     for name, module, file in _layers(model):
-        if not selected(name, module):
+        if not (where is None or (where(name, module) if callable(where) else fnmatchcase(name, where))):
             report.left[name] = f"{_kind(module)}, not selected by where={where!r}"
             continue
         if id(module) not in answers:
@@ -176,17 +197,15 @@ def replace_attention(
             report.left[name] = f"{_kind(module)}, {answer.reason}"
             continue
         new[name] = _like(answer.new, module)
-        if answer.then is not None:
-            after.append(answer.then)
-        if answer.scope is not None:
-            scopes.add(answer.scope)
+        if answer.switch is not None:
+            switches.update([answer.switch])
         shared = "" if first == name else f", shared with {first}"
         without = f"; without its {', '.join(answer.without)}" if answer.without else ""
         report.replaced[name] = f"{_kind(module)} -> {answer.what}{shared}{without}"
     if not new:
         reasons = ", ".join(sorted(set(report.left.values()))) or "it has no attention layers"
         raise ValueError(f"model: found nothing to replace in {_kind(model)}: {reasons}")
-    apart = [name for name in report.left if not scopes.isdisjoint(around(name, model))]
+    apart = [name for name in report.left if not switches.keys().isdisjoint(around(name, model))]
     if apart and where is not None:
         raise ValueError(
             f"where={where!r}: layers that are switched with all others of their model, expected "
@@ -195,20 +214,9 @@ def replace_attention(
     for name, layer in new.items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, layer)
-    for switch in after:
+    for switch in switches.values():
         switch()
     return report
-
-
-def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
-    if where is None:
-        return lambda name, module: True
-    if isinstance(where, str):
-        pattern = where
-        return lambda name, module: fnmatchcase(name, pattern)
-    if not callable(where):
-        raise ValueError(f"where={where!r}: expected a glob pattern or a function(name, module)")
-    return where
 
 
 def around(name: str, model: nn.Module) -> Iterator[nn.Module]:

@@ -17,7 +17,7 @@ from ndlightnet import mixers
 from ndlightnet.integrations import replace_attention
 from ndlightnet.integrations.monai_attention import CrossAttentionBlock, SABlock
 
-from .plain import lightnet
+from .lightnet_by_hand import lightnet
 
 PADDED = torch.arange(9) < torch.tensor([9, 4])[:, None]
 

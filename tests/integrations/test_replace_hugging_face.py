@@ -51,7 +51,7 @@ def test_encoders_get_mixers(make: Any, inputs: dict[str, Any], grid: str, mixer
     assert len(report.replaced) == 2 and not report.left
     if mixer is None:
         assert all(f"LightNetAttention on {grid}" in x for x in report.replaced.values())
-    layers = [x for x in model.modules() if type(x).__name__ == "HiddenStatesMixer"]
+    layers = [x for x in model.modules() if type(x).__name__ == "EncoderMixer"]
     heard: list[tuple[Tensor, Tensor]] = []
     for layer in layers:
         layer.register_forward_hook(
@@ -242,11 +242,11 @@ def test_unet_gets_processors_or_mixers() -> None:
 
 
 def test_mixers_in_a_unet_see_no_padding() -> None:
-    from ndlightnet.integrations.diffusers_attention import MixerAttention
+    from ndlightnet.integrations.tokens import HiddenStatesMixer
 
     model = unet()
     replace_attention(model, mixers.GLA)
-    layer = next(x for x in model.modules() if isinstance(x, MixerAttention))
+    layer = next(x for x in model.modules() if isinstance(x, HiddenStatesMixer))
     x = torch.randn(2, 9, 16)
     bias = torch.zeros(2, 1, 9)
     bias[:, :, 6:] = -10000

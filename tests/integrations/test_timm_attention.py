@@ -14,7 +14,7 @@ from ndlightnet import mixers  # noqa: E402
 from ndlightnet.integrations import replace_attention  # noqa: E402
 from ndlightnet.integrations.timm_attention import Attention  # noqa: E402
 
-from .plain import lightnet  # noqa: E402
+from .lightnet_by_hand import lightnet  # noqa: E402
 
 
 def vit(**options):
@@ -132,7 +132,7 @@ def test_a_position_code_stands_still_on_prefix_tokens(close):
     normed = torch.nn.functional.layer_norm(read[:, :, 0], (32,), eps=1e-6)
     assert layer.heads == 1
     gated = normed * layer.gate(x).sigmoid()
-    from .plain import neighbours
+    from .lightnet_by_hand import neighbours
 
     near = neighbours(v[:, 2:, 0], layer.local_values.weight, (3, 4))
     gated[:, 2:] += torch.nn.functional.silu(near)
