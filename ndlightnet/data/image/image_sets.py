@@ -47,27 +47,12 @@ def read_images(path: str | Path) -> dict[str, ImageSet]:
     colour.
     """
     path = Path(path)
-    if path.is_dir():
-        arrays = {
-            (split, kind): read_idx(path / f"{file_name}-{kind}-idx{axes}-ubyte")
-            for split, file_name in IDX.items()
-            for kind, axes in (("images", 3), ("labels", 1))
-        }
-    else:
-        arrays = _read_npz(path)
+    arrays = _read_idx_folder(path) if path.is_dir() else _read_npz(path)
     splits = {}
-    for split in ("train", "val", "test"):
-        if (split, "images") not in arrays and split == "val":
-            continue
-        images, labels = arrays[split, "images"], arrays[split, "labels"]
-        if (
-            images.dtype != np.uint8
-            or images.ndim < 2
-            or not len(images)
-            or labels.dtype.kind not in "iu"
-            or labels.size != len(images)
-            or images.shape[1:] != arrays["train", "images"].shape[1:]
-        ):
+    for split, (images, labels) in arrays.items():
+        fit = labels.dtype.kind in "iu" and labels.size > 0 and images.shape[:1] == (labels.size,)
+        space = arrays["train"][0].shape[1:]
+        if images.dtype != np.uint8 or images.ndim < 2 or images.shape[1:] != space or not fit:
             raise DataError(
                 f"{path}: {split} has images {images.shape} {images.dtype} and labels "
                 f"{labels.shape} {labels.dtype}: expected uint8 images of one size, with one or "
@@ -103,16 +88,17 @@ def read_idx(path: Path) -> np.ndarray:
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
 
 
-def _read_npz(path: Path) -> dict[tuple[str, str], np.ndarray]:
+def _read_idx_folder(folder: Path) -> dict[str, list[np.ndarray]]:
+    files = ("images-idx3", "labels-idx1")
+    return {split: [read_idx(folder / f"{name}-{kind}-ubyte") for kind in files] for split, name in IDX.items()}
+
+
+def _read_npz(path: Path) -> dict[str, list[np.ndarray]]:
     if not path.is_file():
         raise DataError(f"{path}: no such file or folder")
     with readable(path), np.load(path, allow_pickle=False) as file:
-        return {
-            (split, kind): file[f"{split}_{kind}"]
-            for split in ("train", "val", "test")
-            for kind in ("images", "labels")
-            if split != "val" or "val_images" in file
-        }
+        splits = ("train", "val", "test") if "val_images" in file else ("train", "test")
+        return {split: [file[f"{split}_{kind}"] for kind in ("images", "labels")] for split in splits}
 
 
 def mean_and_std(images: Tensor) -> tuple[float, float]:

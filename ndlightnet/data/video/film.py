@@ -2,11 +2,12 @@
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import product
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
@@ -66,6 +67,15 @@ def _matrix(frame: Any) -> Sequence[int]:
         return 1, 0, 0, 1
     a, b, _, c, d, *_ = struct.unpack("=9i", bytes(data))
     return a, b, c, d
+
+
+def converter() -> Callable[..., Tensor]:
+    """Return a function of a frame of PyAV, and of a width and height or of neither, that returns its
+    pixels (height, width, 3) uint8 RGB. PyAV 19 would give all frames one reformatter, whose threads stay."""
+    from av.video.reformatter import VideoReformatter
+
+    scale = VideoReformatter()
+    return lambda frame, *size: torch.from_numpy(scale.reformat(frame, *size, format="rgb24").to_ndarray())
 
 
 def choose_film(file: Any, name: object) -> tuple[Any, Display, str]:

@@ -6,7 +6,6 @@ the clips of a network. A file or folder that cannot be used raises DataError.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +18,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import NAMED, class_folders, class_names, list_files
 from ndlightnet.data.media import open_media
 from ndlightnet.data.threads import in_threads
-from ndlightnet.data.video.film import ORIENTATIONS, choose_film
+from ndlightnet.data.video.film import ORIENTATIONS, choose_film, converter
 from ndlightnet.data.video.video_decoders import Decoder, TorchCodec, decoders
 from ndlightnet.data.video.video_transforms import check_sides, even_indices, shrink
 
@@ -48,7 +47,9 @@ class PyAVReader:
     def __init__(self, path: str | Path) -> None:
         import av
 
-        self.path = _existing(path)
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise DataError(f"{path}: no such file")
         try:
             with open_media(str(self.path)) as file:
                 film, self.display, note = choose_film(file, self.path)
@@ -73,10 +74,7 @@ class PyAVReader:
         return self._length
 
     def _restart(self) -> None:
-        from av.video.reformatter import VideoReformatter
-
-        self._decoded = _decode(self.path)
-        self._scale = VideoReformatter()  # PyAV 19 gives all frames one, whose threads stay
+        self._decoded, self._to_rgb = _decode(self.path), converter()
         self._position = 0  # the number of the frame that `_decoded` gives next
 
     def frames(self, indices: Sequence[int]) -> Tensor:
@@ -85,7 +83,7 @@ class PyAVReader:
 
         IndexError for a number outside [0, len); DataError where the file is damaged there.
         """
-        stored = self.stored(indices)  # it finds the orientation
+        stored = self.stored(indices)  # which finds the orientation
         return self.display(stored)
 
     def stored(self, indices: Sequence[int]) -> Tensor:
@@ -103,8 +101,7 @@ class PyAVReader:
                     self._size = frame.width, frame.height
                     self.display = self.display.oriented(frame, self.path)
                 if number in chosen:
-                    scaled = self._scale.reformat(frame, *self._size, format="rgb24")
-                    chosen[number] = torch.from_numpy(scaled.to_ndarray())
+                    chosen[number] = self._to_rgb(frame, *self._size)
                 self._position = number + 1
         except (StopIteration, av.error.FFmpegError) as error:
             self._position = len(self)  # the next request starts over
@@ -258,8 +255,7 @@ class Sample(NamedTuple):
     label: int
 
 
-@dataclass(frozen=True)
-class VideoFolder:
+class VideoFolder(NamedTuple):
     """Contents of a folder of videos; a label is an index into `classes`, which are sorted."""
 
     folder: Path
@@ -298,18 +294,6 @@ def check_videos(samples: Sequence[Sample]) -> list[str]:
     notes = [note for notes in checked for note in notes]
     more = [f"{len(notes) - NAMED} more notes on videos are like these"]
     return notes if len(notes) <= NAMED else notes[:NAMED] + more
-
-
-def load_video(path: str | Path, size: Sequence[int], max_frames: int) -> Tensor:
-    """Decode all frames of a `ThinVideo`: (frames, height, width, 3) uint8."""
-    return ThinVideo(path, size, max_frames)[:]
-
-
-def _existing(path: str | Path) -> Path:
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    return path
 
 
 def _checked(indices: Sequence[int], length: int) -> list[int]:
