@@ -98,12 +98,6 @@ def test_pyav_takes_over_where_a_decoder_stops(path: Path, monkeypatch: pytest.M
     assert bars(opened.frames([30, 2])) == [30, 2]
 
 
-def test_without_decoders(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(video, "decoders", lambda: ())
-    opened = open_video(path, 1)
-    assert isinstance(opened, PyAVReader) and bars(opened.frames([30, 2])) == [30, 2]
-
-
 @pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
 def test_torchcodec_without_ffmpeg_is_not_used(monkeypatch, error: type[Exception]) -> None:
     def load(name: str) -> None:
