@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,19 +63,18 @@ def generate(
     if ends and tokens.ndim == 2:
         raise ValueError(f"stop={stop!r}: expected none for prompts {tuple(tokens.shape)}")
     batch = tokens if tokens.ndim == 2 else tokens[None]
-    drawn = _continued(network, batch, length, temperature, top_k, generator)
+    draw = partial(_draw, temperature=temperature, top_k=top_k, generator=generator)
+    drawn = _continued(network, batch, length, draw)
     return drawn if tokens.ndim == 2 else _ended(map(int, drawn), ends)
 
 
-def _continued(
-    network: Any, tokens: Tensor, length: int, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> Iterator[Tensor]:
+def _continued(network: Any, tokens: Tensor, length: int, draw: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
     """Yield the `length` tokens (batch,) that continue `tokens` (batch, tokens)."""
     stream = network.stream(len(tokens))
     for chunk in tokens.split(CHUNK, 1):
         logits = stream(chunk)
     for remaining in range(length, 0, -1):
-        drawn = _draw(logits[:, -1], temperature, top_k, generator)
+        drawn = draw(logits[:, -1])
         yield drawn
         if remaining > 1:
             logits = stream(drawn[:, None])
