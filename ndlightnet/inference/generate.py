@@ -27,12 +27,11 @@ def generate(
     """Yield up to `length` tokens that continue `prompt` (tokens,), each as soon as it is drawn: an
     int, or for prompts (batch, tokens) of one length a tensor (batch,) of a token for each.
 
-    network: a causal NDLightNet with a vocabulary, in eval mode. Its `stream` reads the prompt and
-    then one token at a time, so memory does not grow. Each token is drawn from softmax(logits /
-    temperature) of the `top_k` most likely tokens (default: of all); a temperature below 1e-6 takes
-    the most likely one. stop: sequences of tokens that end the text of a single prompt; they are
-    not yielded, and tokens that may begin one wait until it is decided. generator: for draws that
-    can be repeated; its device is the network's or the CPU.
+    network: a causal NDLightNet with a vocabulary, in eval mode. Its `stream` reads the prompt and then one token at a
+    time, so memory does not grow. Each token is drawn from softmax(logits / temperature) of the `top_k` most likely
+    tokens (default: of all); a temperature below 1e-6 takes the most likely one. stop: sequences of tokens that end the
+    text of a single prompt; they are not yielded, and tokens that may begin one wait until it is decided. generator:
+    for draws that can be repeated; its device is the network's or the CPU.
 
     Raises ValueError for an empty prompt, a token outside the vocabulary, numbers out of range,
     `stop` with a batch, and a network that has no vocabulary or cannot stream.
@@ -124,10 +123,9 @@ def generate_text(
     stop: str | Sequence[str] = (),
     generator: torch.Generator | None = None,
 ) -> Iterator[str]:
-    """Yield the text with which a language model of bytes continues `prompt`, as `generate`, in
-    characters that are complete: bytes of one that is not wait for the next ones. Bytes that are no
-    UTF-8 become U+FFFD. length: in bytes. Raises ValueError as `generate`, and for a vocabulary of
-    more than the 256 bytes."""
+    """Yield the text with which a language model of bytes continues `prompt`, as `generate`, in characters that are
+    complete: bytes of one that is not wait for the next ones. Bytes that are no UTF-8 become U+FFFD. length: in bytes.
+    Raises ValueError as `generate`, and for a vocabulary of more than the 256 bytes."""
     vocabulary = getattr(network, "vocab_size", None)
     if vocabulary is not None and vocabulary > 256:
         raise ValueError(

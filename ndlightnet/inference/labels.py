@@ -40,14 +40,12 @@ def predict_labels(
         its border is repeated, and then the largest is taken.
     device: where the network is and where all is computed; None: where its parameters are. The
         image may stay on the CPU. Windows take the dtype of the parameters.
-    memory: bytes for the sums of windows on the device. The sums move along the axis with the most
-        windows and take `4 (classes + 1) (window + 1) area` bytes: the window's size along that
-        axis, the image's area across it. Where this is more than `memory` the image is cut into
-        columns, one after the other, and windows on a cut are computed once for each side: 100
-        classes on 512^3 cells in 512 MiB need 1.6 times as many windows of 64^3, in 4 GiB 1.2 times
-        as many of 96^3. Cutting stops when no column is wider than the window. None: half of the
-        free memory of a CUDA device; elsewhere as much as the image takes in float32, but at least
-        512 MiB.
+    memory: bytes for the sums of windows on the device. The sums move along the axis with the most windows and take `4
+        (classes + 1) (window + 1) area` bytes: the window's size along that axis, the image's area across it. Where
+        this is more than `memory` the image is cut into columns, one after the other, and windows on a cut are computed
+        once for each side: 100 classes on 512^3 cells in 512 MiB need 1.6 times as many windows of 64^3, in 4 GiB 1.2
+        times as many of 96^3. Cutting stops when no column is wider than the window. None: half of the free memory of a
+        CUDA device; elsewhere as much as the image takes in float32, but at least 512 MiB.
 
     Besides these sums and the labels, memory holds the windows in the network with their logits and
     a few times CHUNK bytes; without a window the logits of the image, in the network's dtype.

@@ -1,7 +1,6 @@
 """Logits of an image in tiles: the image at once, or overlapping windows blended one after the
 other, each tile complete when it is yielded. MONAI's sliding windows, which have the same
-positions and weights, and its mergers hold the logits of the whole image: 54 GB for 100 classes on
-512^3 cells."""
+positions and weights, and its mergers hold the logits of the whole image: 54 GB for 100 classes on 512^3 cells."""
 
 from __future__ import annotations
 
@@ -169,10 +168,9 @@ def _columns(
     halo: Sequence[int],
     cells: int,
 ) -> list[_Box]:
-    """Return boxes that cover the image: whole along `axis`, cut across it until the sums and the
-    faces of a column have at most `cells` cells, or no column is wider than the window. Cuts lie
-    where windows begin: there the fewest windows touch both sides. A column begins `halo` cells
-    before its cut."""
+    """Return boxes that cover the image: whole along `axis`, cut across it until the sums and the faces of a column
+    have at most `cells` cells, or no column is wider than the window. Cuts lie where windows begin: there the fewest
+    windows touch both sides. A column begins `halo` cells before its cut."""
     splits, axes = [1] * len(space), range(len(space))
     while True:
         spans = []

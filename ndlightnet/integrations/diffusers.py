@@ -30,10 +30,9 @@ NAME = "lightnet"
 class LightNetAttnProcessor:
     """LightNet attention with the call of diffusers' `AttnProcessor2_0`, self and cross.
 
-    Padding masks are (batch, 1, keys), (batch, keys) or (batch, heads, 1, keys), bool with True =
-    data, or biases of 0 and -10000 or less, as diffusers makes them. Masks that differ from query
-    to query or from head to head, and layers that join two streams (`added_kv_proj_dim`), raise
-    ValueError.
+    Padding masks are (batch, 1, keys), (batch, keys) or (batch, heads, 1, keys), bool with True = data, or biases of 0
+    and -10000 or less, as diffusers makes them. Masks that differ from query to query or from head to head, and layers
+    that join two streams (`added_kv_proj_dim`), raise ValueError.
     """
 
     def __call__(

@@ -1,8 +1,7 @@
 """Attention layers of diffusers, for replace_attention.
 
-Without a mixer a layer gets the LightNet processor of `integrations/diffusers.py`, or its backend
-where the model's own processors compute queries and keys, and keeps its projections. A given mixer
-replaces self-attention as a whole.
+Without a mixer a layer gets the LightNet processor of `integrations/diffusers.py`, or its backend where the model's own
+processors compute queries and keys, and keeps its projections. A given mixer replaces self-attention as a whole.
 """
 
 from __future__ import annotations

@@ -28,10 +28,9 @@ from ndlightnet.ops.lightnet.sdpa import padding_of
 class SABlock(nn.Module):
     """A mixer with the constructor and the call of MONAI's `SABlock`.
 
-    dropout_rate acts on the output; there are no weights to drop. save_attn, rel_pos_embedding,
-    include_fc=False and heads that do not have hidden_size channels together are refused.
-    attention_dtype, use_combined_linear and use_flash_attention change nothing: statistics are
-    float32 or wider.
+    dropout_rate acts on the output; there are no weights to drop. save_attn, rel_pos_embedding, include_fc=False and
+    heads that do not have hidden_size channels together are refused. attention_dtype, use_combined_linear and
+    use_flash_attention change nothing: statistics are float32 or wider.
 
     Args:
         args, options: those of MONAI's.
@@ -58,8 +57,7 @@ class SABlock(nn.Module):
         self.drop_output = nn.Dropout(old.dropout_rate)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Map tokens (batch, length, dim) to the same shape. attn_mask: (batch, length), 0 or False
-        = padding."""
+        """Map tokens (batch, length, dim) to the same shape. attn_mask: (batch, length), 0 or False = padding."""
         if attn_mask is not None and attn_mask.ndim == 2:
             attn_mask = (attn_mask != 0)[:, None, None]
         mask = padding_of(attn_mask, *x.shape[:2])

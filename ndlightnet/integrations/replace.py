@@ -5,12 +5,11 @@ A library takes part with a file `<library>_attention.py` here, listed in LIBRAR
     def known(module: nn.Module) -> bool
     def replacement(name, module, model, options) -> Replacement | Refusal
 
-`known` tells whether it knows such a layer; modules are asked about from the outermost inwards, and
-those inside a known one are not. `replacement` returns a new layer that takes the calls of the
-known `module`, called `name` in `model`; or, if its function cannot be expressed, a Refusal with
-the reason. It must not change anything: replace_attention puts all new layers in their places at
-the end, on the device and with the dtype and mode of the old ones. A library's file is imported if
-the network has a module of that library.
+`known` tells whether it knows such a layer; modules are asked about from the outermost inwards, and those inside a
+known one are not. `replacement` returns a new layer that takes the calls of the known `module`, called `name` in
+`model`; or, if its function cannot be expressed, a Refusal with the reason. It must not change anything:
+replace_attention puts all new layers in their places at the end, on the device and with the dtype and mode of the old
+ones. A library's file is imported if the network has a module of that library.
 """
 
 from __future__ import annotations
@@ -85,9 +84,8 @@ class Options:
         return Replacement(new, tokens.what() + self.begin(tokens.mixer, old), tuple(filter(None, without)))
 
     def begin(self, new: nn.Module, old: Projections) -> str:
-        """With start="weights", copy weights and biases to the projections q_proj, k_proj, v_proj
-        and o_proj or out_proj of a mixer, where shapes agree. Return what was copied, in words; ""
-        if nothing was asked for.
+        """With start="weights", copy weights and biases to the projections q_proj, k_proj, v_proj and o_proj or
+        out_proj of a mixer, where shapes agree. Return what was copied, in words; "" if nothing was asked for.
 
         Raises ValueError if nothing fits.
         """
@@ -161,9 +159,8 @@ def replace_attention(
 
     Args:
         model: the network. It must not be an attention layer itself.
-        mixer: as for NDLightNet: a name ("GLA"), {name: arguments}, or a function of the width.
-            Default: LightNet attention with as many heads as the old layer and without position
-            code.
+        mixer: as for NDLightNet: a name ("GLA"), {name: arguments}, or a function of the width. Default: LightNet
+            attention with as many heads as the old layer and without position code.
         where: which layers: a glob pattern of names ("blocks.[0-5].*"), or a function of name and
             module. Default: all that can be replaced.
         start: "fresh": new weights. "weights": q, k, v and o begin with those of the old layer,
@@ -171,8 +168,7 @@ def replace_attention(
         grid: shape of the grid of the tokens, for networks that do not know theirs.
         prefix: number of tokens in front of that grid, such as a class token.
 
-    Raises ValueError, before anything is changed, if no layer can be replaced, or one that `where`
-    selects cannot.
+    Raises ValueError, before anything is changed, if no layer can be replaced, or one that `where` selects cannot.
     """
     if start not in get_args(Start):
         raise ValueError(f"start={start!r}: expected 'fresh' or 'weights'")
@@ -248,9 +244,8 @@ def _answer(file: Any, name: str, module: nn.Module, model: nn.Module, options: 
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield name and module of the layers that a library's file knows, with that file, and of those
-    that look like attention: the innermost ones whose class is named so, or what peft wraps around
-    a layer, with None."""
+    """Yield name and module of the layers that a library's file knows, with that file, and of those that look like
+    attention: the innermost ones whose class is named so, or what peft wraps around a layer, with None."""
     present = {base.__module__.partition(".")[0] for m in model.modules() for base in type(m).__mro__}
     files = [import_module(file) for library, file in LIBRARIES.items() if library in present]
 

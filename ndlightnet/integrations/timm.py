@@ -2,11 +2,10 @@
 
     timm.create_model("ndlightnet_small", num_classes=10)
 
-makes the network of that name in `ndlightnet`, here with patches of 16 x 16, and
-`ndlightnet_small_local` the library's default network of that width, with local mixing. timm has no
-entry points: it knows the names once this module is imported. No weights are published; those of
-your own load with `pretrained=True, pretrained_cfg_overlay={"file": "weights.safetensors"}`, also
-into another number of channels or classes.
+makes the network of that name in `ndlightnet`, here with patches of 16 x 16, and `ndlightnet_small_local` the library's
+default network of that width, with local mixing. timm has no entry points: it knows the names once this module is
+imported. No weights are published; those of your own load with `pretrained=True, pretrained_cfg_overlay={"file":
+"weights.safetensors"}`, also into another number of channels or classes.
 """
 
 from __future__ import annotations

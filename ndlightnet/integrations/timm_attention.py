@@ -42,13 +42,11 @@ class PatchGrid:
 class Attention(nn.Module):
     """A mixer with the constructor and the call of timm's `Attention`.
 
-    `timm.create_model("vit_tiny_patch16_224", attn_layer=Attention)` builds a network with LightNet
-    attention over all tokens; `replace_attention` also tells the layers the grid of the tokens, and
-    is better for that.
+    `timm.create_model("vit_tiny_patch16_224", attn_layer=Attention)` builds a network with LightNet attention over all
+    tokens; `replace_attention` also tells the layers the grid of the tokens, and is better for that.
 
-    attn_head_dim and dim_out may only be None or what follows from dim. qk_norm, scale_norm, gated
-    and norm_layer are not used, as LightNet attention has a norm and a gate of its own; nor is
-    attn_drop, as there are no weights to drop.
+    attn_head_dim and dim_out may only be None or what follows from dim. qk_norm, scale_norm, gated and norm_layer are
+    not used, as LightNet attention has a norm and a gate of its own; nor is attn_drop, as there are no weights to drop.
 
     Args:
         args, device, dtype, options: those of timm's.
@@ -120,7 +118,7 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
         return Refusal(f"its network has a grid {network_grid()} and prefix {prefix}, and {arguments} were given")
     else:
         grid = network_grid
-    shape = {"qkv_bias": old.qkv.bias is not None, "proj_bias": old.proj.bias is not None}
+    shape: Any = {"qkv_bias": old.qkv.bias is not None, "proj_bias": old.proj.bias is not None}
     place: Any = {"mixer": options.mixer, "grid": grid, "prefix": prefix, "layer": options.layer}
     new = Attention(old.qkv.in_features, old.num_heads, **shape, proj_drop=old.proj_drop.p, **place)
     weights = thirds(old.qkv.weight, old.qkv.bias) | projections(o=old.proj)
@@ -128,8 +126,7 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
 
 
 def _grid(name: str, model: nn.Module) -> tuple[PatchGrid | None, int]:
-    """Return the grid of the tokens, if it is the same for all inputs, and the number of tokens in
-    front of it."""
+    """Return the grid of the tokens, if it is the same for all inputs, and the number of tokens in front of it."""
     for outer in around(name, model):
         if isinstance(outer, VisionTransformer):
             embed = outer.patch_embed

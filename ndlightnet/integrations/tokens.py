@@ -49,9 +49,8 @@ def make_mixer(
 class TokenMixer(Initialized):
     """A mixer on the tokens (batch, length, dim) of a network that knows no layouts.
 
-    Where the grid of the tokens is known, the mixer runs on it, behind `prefix` tokens such as a
-    class token. These take part in LightNet attention, and have no neighbours; all other mixers
-    read prefix and grid as one sequence.
+    Where the grid of the tokens is known, the mixer runs on it, behind `prefix` tokens such as a class token. These
+    take part in LightNet attention, and have no neighbours; all other mixers read prefix and grid as one sequence.
 
     Args:
         dim: channels of a token.
@@ -152,9 +151,8 @@ class TokenMixer(Initialized):
 
 
 class HiddenStatesMixer(nn.Module):
-    """A mixer with the call of a self-attention layer of transformers or diffusers: hidden states
-    (batch, length, dim) and padding, to hidden states. Keyword arguments that are neither None,
-    False nor `harmless` are refused."""
+    """A mixer with the call of a self-attention layer of transformers or diffusers: hidden states (batch, length, dim)
+    and padding, to hidden states. Keyword arguments that are neither None, False nor `harmless` are refused."""
 
     def __init__(self, mixer: TokenMixer, harmless: Collection[str] = ()) -> None:
         super().__init__()

@@ -14,14 +14,12 @@ from ndlightnet.nn.multihead import MultiheadAttention, check_masks, hidden_keys
 
 
 class MixerAttention(nn.Module):
-    """Any mixer with the call of `torch.nn.MultiheadAttention`: self-attention, and attention to
-    another source if the mixer has a cross form. Masks as in ndlightnet.MultiheadAttention, but
-    padding masks of floats must be 0 and -inf.
+    """Any mixer with the call of `torch.nn.MultiheadAttention`: self-attention, and attention to another source if the
+    mixer has a cross form. Masks as in ndlightnet.MultiheadAttention, but padding masks of floats must be 0 and -inf.
 
-    A layer reads another source if it was made with `cross`, or if key differs from query in shape,
-    dtype or values. Values are compared if the two are different objects, as after `clone()`; a
-    compiled graph then compares them on the device, and computes both forms if the mixer has both.
-    key and value must be equal."""
+    A layer reads another source if it was made with `cross`, or if key differs from query in shape, dtype or values.
+    Values are compared if the two are different objects, as after `clone()`; a compiled graph then compares them on the
+    device, and computes both forms if the mixer has both. key and value must be equal."""
 
     # as in ndlightnet.MultiheadAttention: keep torch's fast paths away, which ask for these weights
     _qkv_same_embed_dim = False

@@ -1,9 +1,7 @@
-"""Labelled grey images, volumes and signals of one size, which fit into memory as bytes, and their
-batches.
+"""Labelled grey images, volumes and signals of one size, which fit into memory as bytes, and their batches.
 
-They come from a folder with the four IDX files of MNIST and similar sets, or from a file of
-MedMNIST, an npz with `{train,val,test}_images` (n, *space) and `{..}_labels` (n, 1); `val` may be
-missing.
+They come from a folder with the four IDX files of MNIST and similar sets, or from a file of MedMNIST, an npz with
+`{train,val,test}_images` (n, *space) and `{..}_labels` (n, 1); `val` may be missing.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ class ImageSet:
 def read_images(path: str | Path) -> dict[str, ImageSet]:
     """Read the splits "train", "test" and, if present, "val" of a folder of IDX files or an npz.
 
-    DataError names the file that is missing, damaged, does not fit the others or holds images in
-    colour.
+    DataError names the file that is missing, damaged, does not fit the others or holds images in colour.
     """
     path = Path(path)
     arrays = _read_idx_folder(path) if path.is_dir() else _read_npz(path)
@@ -155,8 +152,7 @@ class ShuffledBatches(Batches):
     The random draws depend on `seed`, epoch and replica alone, not on the network that is trained.
 
     Args:
-        shift: largest shift in cells along every axis, either way. flips: axes to mirror, with
-            probability 1/2.
+        shift: largest shift in cells along every axis, either way. flips: axes to mirror, with probability 1/2.
     """
 
     def __init__(

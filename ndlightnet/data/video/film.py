@@ -19,9 +19,8 @@ HEIGHT, WIDTH = -3, -2  # axes of frames (..., height, width, 3)
 class Display(NamedTuple):
     """How stored frames are shown, as players do it: resized to square pixels, turned, mirrored.
 
-    aspect: width of a stored pixel / its height. The width of the frames is multiplied by it, the
-    height stays. transpose: then height and width are exchanged. flips: then these axes, HEIGHT or
-    WIDTH, are reversed.
+    aspect: width of a stored pixel / its height. The width of the frames is multiplied by it, the height stays.
+    transpose: then height and width are exchanged. flips: then these axes, HEIGHT or WIDTH, are reversed.
     """
 
     aspect: Fraction = Fraction(1)
@@ -74,7 +73,7 @@ def converter() -> Callable[..., Tensor]:
     pixels (height, width, 3) uint8 RGB. PyAV 19 would give all frames one reformatter, whose threads stay."""
     from av.video.reformatter import VideoReformatter
 
-    scale = VideoReformatter()
+    scale: Any = VideoReformatter()
     return lambda frame, *size: torch.from_numpy(scale.reformat(frame, *size, format="rgb24").to_ndarray())
 
 

@@ -35,11 +35,10 @@ DECODED = 2**27  # bytes of full-size frames decoded at a time: bounds the memor
 class PyAVReader:
     """An open video: `len` in frames, `fps` in frames a second (0.0 where the file has none).
 
-    It decodes from the start to the last requested frame, so requests in order are quick. It never
-    seeks: containers without an index (MPEG-TS, MPEG-PS), open groups of pictures and intra refresh
-    silently give other frames after a seek than the file holds there. `seeks` holds the numbers of
-    the frames to which another reader may seek; it is empty if none should. `display` is how stored
-    frames are shown, `notes` has a line if the file holds several films.
+    It decodes from the start to the last requested frame, so requests in order are quick. It never seeks: containers
+    without an index (MPEG-TS, MPEG-PS), open groups of pictures and intra refresh silently give other frames after a
+    seek than the file holds there. `seeks` holds the numbers of the frames to which another reader may seek; it is
+    empty if none should. `display` is how stored frames are shown, `notes` has a line if the file holds several films.
 
     DataError for a missing file, a file without a film, or no frames.
     """
@@ -148,11 +147,10 @@ def _decode(path: Path) -> Iterator[Any]:
 class SeekingReader:
     """Reader of the same frames by a decoder that seeks: quick for few frames of a long video.
 
-    DataError unless it finds as many frames as `reader` does, and the same ones at its first seek:
-    all convert colours alike, so that no value differs. Decoders apply the rotation of a display
-    matrix, but no mirrors: which orientation gives the stored frames is found there, too, and has
-    to be the only one. Only then a CUDA `device` decodes; there frames lie, whose values may differ
-    by CLOSE on average.
+    DataError unless it finds as many frames as `reader` does, and the same ones at its first seek: all convert colours
+    alike, so that no value differs. Decoders apply the rotation of a display matrix, but no mirrors: which orientation
+    gives the stored frames is found there, too, and has to be the only one. Only then a CUDA `device` decodes; there
+    frames lie, whose values may differ by CLOSE on average.
     """
 
     def __init__(self, reader: PyAVReader, decoder: Decoder, device: str = "cpu") -> None:
@@ -196,9 +194,8 @@ def quickest(reader: PyAVReader, count: int, device: str = "cpu") -> PyAVReader 
     """Return the quickest reader of about `count` frames of the video: `reader`, or one that seeks
     and gives the same frames.
 
-    As a seek takes as long as PyAV takes for dozens of frames, it has to skip at least every other
-    group of pictures. With a CUDA device it is used for any number of frames, for its colours are
-    not quite the same.
+    As a seek takes as long as PyAV takes for dozens of frames, it has to skip at least every other group of pictures.
+    With a CUDA device it is used for any number of frames, for its colours are not quite the same.
     """
     if reader.seeks and (device != "cpu" or 2 * count <= len(reader.seeks)):
         for decoder in decoders() if device == "cpu" else (TorchCodec,):
@@ -210,9 +207,8 @@ def quickest(reader: PyAVReader, count: int, device: str = "cpu") -> PyAVReader 
 
 
 class ThinVideo:
-    """A video of at most `max_frames` frames, evenly spaced in a longer file, that are decoded when
-    they are asked for: `video[indices]`, as of a tensor, is (frames, height, width, 3) uint8.
-    `notes`: of its reader.
+    """A video of at most `max_frames` frames, evenly spaced in a longer file, that are decoded when they are asked for:
+    `video[indices]`, as of a tensor, is (frames, height, width, 3) uint8. `notes`: of its reader.
 
     Decoding is slow: store what is needed again. DataError where the file cannot be used.
 

@@ -17,8 +17,7 @@ EARLY = 0.25  # of the time between two frames, by which a frame may come early:
 
 
 class Frame(NamedTuple):
-    """A frame: picture (height, width, 3) uint8 RGB, number in the video and time in seconds, both
-    from 0."""
+    """A frame: picture (height, width, 3) uint8 RGB, number in the video and time in seconds, both from 0."""
 
     number: int
     time: float
