@@ -1,10 +1,9 @@
 """LightNet attention in diffusers: an attention processor, and the attention backend "lightnet".
 
-`unet.set_attn_processor(LightNetAttnProcessor())` is for models whose layers are diffusers'
-`Attention` (UNets, DiT, PixArt, ...). Newer models compute queries, keys and values in processors
-of their own and hand them to a backend (Flux, Wan, QwenImage, ...): importing this module
-registers one, which `model.set_attention_backend("lightnet")` selects for all such models of the
-process, and `layer.set_attention_backend("lightnet")` for one layer.
+`unet.set_attn_processor(LightNetAttnProcessor())` is for models whose layers are diffusers' `Attention` (UNets, DiT,
+PixArt, ...). Newer models compute queries, keys and values in processors of their own and hand them to a backend (Flux,
+Wan, QwenImage, ...): importing this module registers one, which `model.set_attention_backend("lightnet")` selects for
+all such models of the process, and `layer.set_attention_backend("lightnet")` for one layer.
 
     y[t] = sum_c SiLU(q[t])[c] * sum_s softmax_s(k[s, c]) v[s]      s: the tokens of the source
 

@@ -150,11 +150,10 @@ def replace_attention(
     """Replace the attention layers of a network by linear ones, in place, and report what was
     replaced, what was left and why.
 
-    Known are the layers of torch, timm, MONAI, transformers and diffusers. Where the network knows
-    the grid of its tokens, the new layers run on it, with local mixing. Layers of diffusers, and
-    those of transformers that take a cache, keep their weights and compute LightNet attention
-    without its norm and gate. The new function is another one, so that the network is to be
-    trained or fine-tuned. Make the optimiser afterwards:
+    Known are the layers of torch, timm, MONAI, transformers and diffusers. Where the network knows the grid of its
+    tokens, the new layers run on it, with local mixing. Layers of diffusers, and those of transformers that take a
+    cache, keep their weights and compute LightNet attention without its norm and gate. The new function is another one,
+    so that the network is to be trained or fine-tuned. Make the optimiser afterwards:
     the new layers have new parameters, on the device and of the dtype of the old ones.
 
     Args:
