@@ -53,8 +53,8 @@ def test_split_is_of_the_text_in_order(fractions):
     text = torch.arange(200, dtype=torch.uint8)
     shares = split(text, fractions)
     assert torch.equal(torch.cat(shares), text)
-    assert [len(share) for share in shares] == [round(200 * fraction) for fraction in fractions]
-    assert len(split(torch.zeros((), dtype=torch.uint8).expand(10**8), fractions)[0]) == fractions[0] * 10**8
+    for length, pieces in ((200, shares), (10**8, split(torch.zeros(1, dtype=torch.uint8).expand(10**8), fractions))):
+        assert [len(piece) for piece in pieces] == [round(length * fraction) for fraction in fractions]
     for wrong in ((0.9, 0.1), (0.9, 0.1, 0.1), (1.1, -0.1, 0.0)):
         with pytest.raises(DataError, match=r"^fractions=\(.*add up to 1$"):
             split(text, wrong)
