@@ -172,10 +172,9 @@ def test_start_from_weights(close):
     report = replace_attention(net, start="weights")
     assert report.replaced["blocks.0.attn"].endswith(", starting from q, k, v, o")
     m = net.blocks[0].attn.tokens.mixer
-    for i, name in enumerate("qkv"):
-        projection = getattr(m, f"{name}_proj")
-        close(projection.weight, old.qkv.weight[24 * i : 24 * i + 24], 0)
-        close(projection.bias, old.qkv.bias[24 * i : 24 * i + 24], 0)
+    layers = [m.q_proj, m.k_proj, m.v_proj]
+    close(torch.cat([layer.weight for layer in layers]), old.qkv.weight, 0)
+    close(torch.cat([layer.bias for layer in layers]), old.qkv.bias, 0)
     close(m.o_proj.weight, old.proj.weight, 0)
     assert net.load_state_dict(net.state_dict())
 

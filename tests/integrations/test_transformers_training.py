@@ -37,10 +37,9 @@ def test_vit_learns_without_norm_and_gate() -> None:
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_peft_trains_low_rank_parts() -> None:
+def test_peft_trains_low_rank_matrices() -> None:
     peft = pytest.importorskip("peft")
-    told = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
-    model = peft.get_peft_model(prepare(llama()).float(), told)
+    model = peft.get_peft_model(prepare(llama()).float(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
     losses = trained(model, 8, 0.02, input_ids=words(), labels=words())
     assert losses[-1] < losses[0] < float("inf")
 
