@@ -250,8 +250,9 @@ def test_mixers_in_a_unet_see_no_padding() -> None:
 
 def test_one_layer_of_flux() -> None:
     model = flux()
+    old = model.transformer_blocks[0].attn.processor  # which other layers may share
     report = replace_attention(model, where="transformer_blocks.*")
     assert [*report.replaced] == ["transformer_blocks.0.attn"]
     backends = [x.processor._attention_backend for x in model.modules() if hasattr(x, "processor")]
-    assert backends == ["lightnet", None]
+    assert backends == ["lightnet", None] and old._attention_backend is None
     assert isinstance(model.transformer_blocks[0].attn, nn.Module)
