@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,11 @@ def generate(
     """Yield up to `length` tokens that continue `prompt` (tokens,), each as soon as it is drawn: an
     int, or for prompts (batch, tokens) of one length a tensor (batch,) of a token for each.
 
-    network: a causal NDLightNet with a vocabulary, in eval mode. Its `stream` reads the prompt and
-    then one token at a time, so memory does not grow. Each token is drawn from softmax(logits /
-    temperature) of the `top_k` most likely tokens (default: of all); a temperature below 1e-6 takes
-    the most likely one. stop: sequences of tokens that end the text of a single prompt; they are
-    not yielded, and tokens that may begin one wait until it is decided. generator: for draws that
-    can be repeated; its device is the network's or the CPU.
+    network: a causal NDLightNet with a vocabulary, in eval mode. Its `stream` reads the prompt and then one token at a
+    time, so memory does not grow. Each token is drawn from softmax(logits / temperature) of the `top_k` most likely
+    tokens (default: of all); a temperature below 1e-6 takes the most likely one. stop: sequences of tokens that end the
+    text of a single prompt; they are not yielded, and tokens that may begin one wait until it is decided. generator:
+    for draws that can be repeated; its device is the network's or the CPU.
 
     Raises ValueError for an empty prompt, a token outside the vocabulary, numbers out of range,
     `stop` with a batch, and a network that has no vocabulary or cannot stream.
@@ -62,19 +62,18 @@ def generate(
     if ends and tokens.ndim == 2:
         raise ValueError(f"stop={stop!r}: expected none for prompts {tuple(tokens.shape)}")
     batch = tokens if tokens.ndim == 2 else tokens[None]
-    drawn = _continued(network, batch, length, temperature, top_k, generator)
+    draw = partial(_draw, temperature=temperature, top_k=top_k, generator=generator)
+    drawn = _continued(network, batch, length, draw)
     return drawn if tokens.ndim == 2 else _ended(map(int, drawn), ends)
 
 
-def _continued(
-    network: Any, tokens: Tensor, length: int, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> Iterator[Tensor]:
+def _continued(network: Any, tokens: Tensor, length: int, draw: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
     """Yield the `length` tokens (batch,) that continue `tokens` (batch, tokens)."""
     stream = network.stream(len(tokens))
     for chunk in tokens.split(CHUNK, 1):
         logits = stream(chunk)
     for remaining in range(length, 0, -1):
-        drawn = _draw(logits[:, -1], temperature, top_k, generator)
+        drawn = draw(logits[:, -1])
         yield drawn
         if remaining > 1:
             logits = stream(drawn[:, None])
@@ -124,10 +123,9 @@ def generate_text(
     stop: str | Sequence[str] = (),
     generator: torch.Generator | None = None,
 ) -> Iterator[str]:
-    """Yield the text with which a language model of bytes continues `prompt`, as `generate`, in
-    characters that are complete: bytes of one that is not wait for the next ones. Bytes that are no
-    UTF-8 become U+FFFD. length: in bytes. Raises ValueError as `generate`, and for a vocabulary of
-    more than the 256 bytes."""
+    """Yield the text with which a language model of bytes continues `prompt`, as `generate`, in characters that are
+    complete: bytes of one that is not wait for the next ones. Bytes that are no UTF-8 become U+FFFD. length: in bytes.
+    Raises ValueError as `generate`, and for a vocabulary of more than the 256 bytes."""
     vocabulary = getattr(network, "vocab_size", None)
     if vocabulary is not None and vocabulary > 256:
         raise ValueError(

@@ -28,26 +28,22 @@ def predict_labels(
     memory: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return labels, on the CPU, of an image `(channels, *space)`: the class of the largest logit,
-    uint8, or int16 for more than 255 classes. They are computed tile by tile, without logits
-    of the whole target.
+    """Return labels, on the CPU, of an image `(channels, *space)`: the class of the largest logit, uint8, or int16 for
+    more than 255 classes. They are computed tile by tile, without logits of the whole target.
 
     window: as in `predict_volume`, with the same blending. The network computes one window at a
         time, on a CPU up to four whose logits take at most `windows.BATCH` bytes.
-    onto: `(shape, matrix)` of another grid for the labels, None: the image's. The matrix
-        `(ndim + 1, ndim + 1)` maps its indices to indices of the image, by a scale (negative: a
-        flip) and an offset for each axis. Logits are interpolated linearly, outside of the image
-        its border is repeated, and then the largest is taken.
+    onto: `(shape, matrix)` of another grid for the labels, None: the image's. The matrix `(ndim + 1, ndim + 1)` maps
+        its indices to indices of the image, by a scale (negative: a flip) and an offset for each axis. Logits are
+        interpolated linearly, outside of the image its border is repeated, and then the largest is taken.
     device: where the network is and where all is computed; None: where its parameters are. The
         image may stay on the CPU. Windows take the dtype of the parameters.
-    memory: bytes for the sums of windows on the device. The sums move along the axis with the most
-        windows and take `4 (classes + 1) (window + 1) area` bytes: the window's size along that
-        axis, the image's area across it. Where this is more than `memory` the image is cut into
-        columns, one after the other, and windows on a cut are computed once for each side: 100
-        classes on 512^3 cells in 512 MiB need 1.6 times as many windows of 64^3, in 4 GiB 1.2 times
-        as many of 96^3. Cutting stops when no column is wider than the window. None: half of the
-        free memory of a CUDA device; elsewhere as much as the image takes in float32, but at least
-        512 MiB.
+    memory: bytes for the sums of windows on the device. The sums move along the axis with the most windows and take `4
+        (classes + 1) (window + 1) area` bytes: the window's size along that axis, the image's area across it. Where
+        this is more than `memory` the image is cut into columns, one after the other, and windows on a cut are computed
+        once for each side: 100 classes on 512^3 cells in 512 MiB need 1.6 times as many windows of 64^3, in 4 GiB 1.2
+        times as many of 96^3. Cutting stops when no column is wider than the window. None: half of the free memory of a
+        CUDA device; elsewhere as much as the image takes in float32, but at least 512 MiB.
 
     Besides these sums and the labels, memory holds the windows in the network with their logits and
     a few times CHUNK bytes; without a window the logits of the image, in the network's dtype.

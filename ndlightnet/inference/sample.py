@@ -26,14 +26,13 @@ def sample(
 ) -> Tensor:
     """Return samples (batch, channels, *space), float32, on the device of the network.
 
-    network: an NDLightDiT in eval mode, or what is called like one: network(x, t, y). scheduler: of
-    diffusers, with the prediction that the network was trained for (flow matching, or its
-    prediction_type): another one gives no error, and no samples worth seeing; it is copied, not
-    changed. Samples are normalised as the training data were. shape: of the samples, on a grid of
-    any size. classes: int64 (batch,); None: no class. guidance: the output is that without a class
-    plus `guidance` times what the class changes (classifier-free guidance); 1: that of the class
-    alone. generator: for samples that can be repeated; its device is the network's or the CPU.
-    on_step: called after every step.
+    network: an NDLightDiT in eval mode, or what is called like one: network(x, t, y). scheduler: of diffusers, with the
+    prediction that the network was trained for (flow matching, or its prediction_type): another one gives no error, and
+    no samples worth seeing; it is copied, not changed. Samples are normalised as the training data were. shape: of the
+    samples, on a grid of any size. classes: int64 (batch,); None: no class. guidance: the output is that without a
+    class plus `guidance` times what the class changes (classifier-free guidance); 1: that of the class alone.
+    generator: for samples that can be repeated; its device is the network's or the CPU. on_step: called after every
+    step.
 
     Raises ValueError for classes of another shape, outside 0 to network.num_classes (no class) or
     of a network that knows none, for guidance other than 1 without classes, and for steps below 1.

@@ -1,7 +1,6 @@
 """Logits of an image in tiles: the image at once, or overlapping windows blended one after the
 other, each tile complete when it is yielded. MONAI's sliding windows, which have the same
-positions and weights, and its mergers hold the logits of the whole image: 54 GB for 100 classes on
-512^3 cells."""
+positions and weights, and its mergers hold the logits of the whole image: 54 GB for 100 classes on 512^3 cells."""
 
 from __future__ import annotations
 
@@ -29,27 +28,14 @@ def tiles(
     like: Tensor,
     memory: int | None = None,
 ) -> Iterator[Tile]:
-    """Yield tiles that cover an image (channels, *space), one of its shape without a window, as
-    `blended` does. Windows take the dtype and the device of `like`."""
-    if window is None:
-        yield (0,) * (image.ndim - 1), _forward(net, image[None].to(like))[0]
-    else:
-        yield from blended(net, image, window, overlap, halo, like, memory)
-
-
-def blended(
-    net: nn.Module,
-    image: Tensor,
-    window: Sequence[int],
-    overlap: float,
-    halo: Sequence[int],
-    like: Tensor,
-    memory: int | None,
-) -> Iterator[Tile]:
-    """Yield complete tiles of the image: the index of the first cell, and logits `(classes,
-    *cells)`, float32, on the device of `like`, valid until the next tile is requested. Neighbours
-    share `halo` cells along each axis; together the tiles cover the image."""
+    """Yield complete tiles of an image (channels, *space): the index of the first cell, and logits
+    `(classes, *cells)`, float32, on the device of `like`, valid until the next tile is requested.
+    Neighbours share `halo` cells along each axis; together the tiles cover the image. Windows take
+    the dtype of `like`. Without a window it is one tile, in that dtype."""
     space = image.shape[1:]
+    if window is None:
+        yield (0,) * len(space), _forward(net, image[None].to(like))[0]
+        return
     starts, weight = _windows(space, window, overlap, like.device)
     axis = max(range(len(space)), key=lambda k: len(starts[k]))
     # The first window is computed before the plan: it gives the number of classes.
@@ -182,10 +168,9 @@ def _columns(
     halo: Sequence[int],
     cells: int,
 ) -> list[_Box]:
-    """Return boxes that cover the image: whole along `axis`, cut across it until the sums and the
-    faces of a column have at most `cells` cells, or no column is wider than the window. Cuts lie
-    where windows begin: there the fewest windows touch both sides. A column begins `halo` cells
-    before its cut."""
+    """Return boxes that cover the image: whole along `axis`, cut across it until the sums and the faces of a column
+    have at most `cells` cells, or no column is wider than the window. Cuts lie where windows begin: there the fewest
+    windows touch both sides. A column begins `halo` cells before its cut."""
     splits, axes = [1] * len(space), range(len(space))
     while True:
         spans = []

@@ -1,10 +1,9 @@
 """LightNet attention in diffusers: an attention processor, and the attention backend "lightnet".
 
-`unet.set_attn_processor(LightNetAttnProcessor())` is for models whose layers are diffusers'
-`Attention` (UNets, DiT, PixArt, ...). Newer models compute queries, keys and values in processors
-of their own and hand them to a backend (Flux, Wan, QwenImage, ...): importing this module
-registers one, which `model.set_attention_backend("lightnet")` selects for all such models of the
-process, and `layer.set_attention_backend("lightnet")` for one layer.
+`unet.set_attn_processor(LightNetAttnProcessor())` is for models whose layers are diffusers' `Attention` (UNets, DiT,
+PixArt, ...). Newer models compute queries, keys and values in processors of their own and hand them to a backend (Flux,
+Wan, QwenImage, ...): importing this module registers one, which `model.set_attention_backend("lightnet")` selects for
+all such models of the process, and `layer.set_attention_backend("lightnet")` for one layer.
 
     y[t] = sum_c SiLU(q[t])[c] * sum_s softmax_s(k[s, c]) v[s]      s: the tokens of the source
 
@@ -30,10 +29,9 @@ NAME = "lightnet"
 class LightNetAttnProcessor:
     """LightNet attention with the call of diffusers' `AttnProcessor2_0`, self and cross.
 
-    Padding masks are (batch, 1, keys), (batch, keys) or (batch, heads, 1, keys), bool with True =
-    data, or biases of 0 and -10000 or less, as diffusers makes them. Masks that differ from query
-    to query or from head to head, and layers that join two streams (`added_kv_proj_dim`), raise
-    ValueError.
+    Padding masks are (batch, 1, keys), (batch, keys) or (batch, heads, 1, keys), bool with True = data, or biases of 0
+    and -10000 or less, as diffusers makes them. Masks that differ from query to query or from head to head, and layers
+    that join two streams (`added_kv_proj_dim`), raise ValueError.
     """
 
     def __call__(

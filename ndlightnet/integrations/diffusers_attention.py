@@ -1,8 +1,7 @@
 """Attention layers of diffusers, for replace_attention.
 
-Without a mixer a layer gets the LightNet processor of `integrations/diffusers.py`, or its backend
-where the model's own processors compute queries and keys, and keeps its projections. A given mixer
-replaces self-attention as a whole.
+Without a mixer a layer gets the LightNet processor of `integrations/diffusers.py`, or its backend where the model's own
+processors compute queries and keys, and keeps its projections. A given mixer replaces self-attention as a whole.
 """
 
 from __future__ import annotations
@@ -12,37 +11,13 @@ from typing import Any
 
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor
-from torch import Tensor, nn
+from torch import nn
 
 from ndlightnet.integrations.diffusers import NAME, LightNetAttnProcessor, refused
-from ndlightnet.integrations.replace import Options, Refusal, Replacement
-from ndlightnet.integrations.tokens import TokenMixer, padding
+from ndlightnet.integrations.replace import Options, Refusal, Replacement, projections
+from ndlightnet.integrations.tokens import HiddenStatesMixer
 
 PLAIN = (AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor)  # compute one and the same function
-
-
-class MixerAttention(nn.Module):
-    """A mixer with the call of diffusers' `Attention`, for self-attention."""
-
-    def __init__(self, mixer: TokenMixer) -> None:
-        super().__init__()
-        self.mixer = mixer
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        unknown = [name for name, x in kwargs.items() if x is not None]
-        if encoder_hidden_states is not None or unknown:
-            raise ValueError(
-                f"{', '.join(unknown) or 'encoder_hidden_states'}: a mixer takes hidden states and padding"
-            )
-        mask = padding(attention_mask, *hidden_states.shape[:2])
-        y: Tensor = self.mixer(hidden_states, mask)
-        return y
 
 
 def known(module: nn.Module) -> bool:
@@ -57,14 +32,13 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
     if plain:
         if reason := refused(module):
             return Refusal(reason)
-        new = _copy(module)
-        new.set_processor(LightNetAttnProcessor())
+        new = _copy(module, LightNetAttnProcessor())
         return Replacement(new, "LightNetAttnProcessor, with its weights, without norm and gate")
     if not hasattr(processor, "_attention_backend"):
         return Refusal(f"its processor {type(processor).__name__} computes attention by itself")
-    new = _copy(module)
-    new.set_processor(copy.copy(processor))
-    new.processor._attention_backend = NAME
+    switched = copy.copy(processor)
+    switched._attention_backend = NAME
+    new = _copy(module, switched)
     kind = type(processor).__name__
     return Replacement(new, f"{kind} with the backend {NAME!r}, with its weights, without norm and gate")
 
@@ -81,23 +55,14 @@ def _mixer(module: Any, plain: bool, options: Options) -> Replacement | Refusal:
     dim = module.query_dim
     if module.out_dim != dim or module.rescale_output_factor != 1:
         return Refusal(f"it maps {dim} channels to {module.out_dim}")
-    tokens = TokenMixer(
-        dim,
-        module.heads,
-        options.mixer,
-        grid=options.grid,
-        prefix=options.prefix,
-        layer=options.layer,
-        bias=module.use_bias,
-    )
-    old = {"q": module.to_q, "k": module.to_k, "v": module.to_v, "o": module.to_out[0]}
-    begun = options.begin(tokens.mixer, **old)
-    without = ("dropout",) if module.dropout else ()
-    return Replacement(MixerAttention(tokens), tokens.what() + begun, without)
+    tokens = options.tokens(dim, module.heads, bias=module.use_bias)
+    old = projections(q=module.to_q, k=module.to_k, v=module.to_v, o=module.to_out[0])
+    return options.replacement(HiddenStatesMixer(tokens), tokens, old, "dropout" if module.dropout else "")
 
 
-def _copy(module: Any) -> Any:
-    """Return a copy of a layer that shares its parameters and can have another processor."""
+def _copy(module: Any, processor: Any) -> Any:
+    """Return a copy of a layer that shares its parameters and has another processor."""
     new = copy.copy(module)
     new.__dict__ = {**module.__dict__, "_modules": dict(module._modules)}
+    new.set_processor(processor)
     return new

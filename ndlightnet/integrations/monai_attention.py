@@ -10,8 +10,17 @@ from monai.networks.blocks.crossattention import CrossAttentionBlock as MonaiCro
 from monai.networks.nets import swin_unetr, unetr, vit, vitautoenc
 from torch import Tensor, nn
 
-from ndlightnet.integrations.replace import Options, Refusal, Replacement, around
-from ndlightnet.integrations.tokens import GridSource, Shape, TokenMixer, make_mixer, thirds
+from ndlightnet.integrations.replace import (
+    WEIGHTS_DROPOUT,
+    Options,
+    Projections,
+    Refusal,
+    Replacement,
+    around,
+    projections,
+    thirds,
+)
+from ndlightnet.integrations.tokens import GridSource, Shape, TokenMixer, make_mixer
 from ndlightnet.nn.mixers.base import Named, reads_context
 from ndlightnet.ops.lightnet.sdpa import padding_of
 
@@ -19,51 +28,36 @@ from ndlightnet.ops.lightnet.sdpa import padding_of
 class SABlock(nn.Module):
     """A mixer with the constructor and the call of MONAI's `SABlock`.
 
-    Args, after MONAI's:
-        mixer, grid, prefix, layer: as in TokenMixer.
+    dropout_rate acts on the output; there are no weights to drop. save_attn, rel_pos_embedding, include_fc=False and
+    heads that do not have hidden_size channels together are refused. attention_dtype, use_combined_linear and
+    use_flash_attention change nothing: statistics are float32 or wider.
 
-    dropout_rate acts on the output; there are no weights to drop. save_attn, rel_pos_embedding,
-    include_fc=False and heads that do not have hidden_size channels together are refused.
-    attention_dtype, use_combined_linear and use_flash_attention change nothing: statistics are
-    float32 or wider.
+    Args:
+        args, options: those of MONAI's.
+        mixer, grid, prefix, layer: as in TokenMixer.
     """
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int,
-        dropout_rate: float = 0.0,
-        qkv_bias: bool = False,
-        save_attn: bool = False,
-        dim_head: int | None = None,
-        hidden_input_size: int | None = None,
-        causal: bool = False,
-        sequence_length: int | None = None,
-        rel_pos_embedding: str | None = None,
-        input_size: Shape | None = None,
-        attention_dtype: torch.dtype | None = None,
-        include_fc: bool = True,
-        use_combined_linear: bool = True,
-        use_flash_attention: bool = False,
-        *,
+        *args: Any,
         mixer: Named | None = None,
         grid: GridSource | None = None,
         prefix: int = 0,
         layer: int = 0,
+        **options: Any,
     ) -> None:
         super().__init__()
-        dim, inner = hidden_input_size or hidden_size, num_heads * dim_head if dim_head else None
-        if reason := _reason(dim, inner or hidden_size, save_attn, rel_pos_embedding, include_fc):
+        with torch.device("meta"):  # it tells what its arguments mean
+            old: Any = selfattention.SABlock(*args, **options)
+        if reason := _reason(old):
             raise ValueError(reason)
-        self.causal = causal
-        self.tokens = TokenMixer(
-            dim, num_heads, mixer, grid=None if causal else grid, prefix=prefix, causal=causal, layer=layer
-        )
-        self.drop_output = nn.Dropout(dropout_rate)
+        self.causal, grid = old.causal, None if old.causal else grid
+        place: Any = {"grid": grid, "prefix": prefix, "layer": layer}
+        self.tokens = TokenMixer(old.hidden_input_size, old.num_heads, mixer, causal=old.causal, **place)
+        self.drop_output = nn.Dropout(old.dropout_rate)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Map tokens (batch, length, dim) to the same shape. attn_mask: (batch, length), 0 or False
-        = padding."""
+        """Map tokens (batch, length, dim) to the same shape. attn_mask: (batch, length), 0 or False = padding."""
         if attn_mask is not None and attn_mask.ndim == 2:
             attn_mask = (attn_mask != 0)[:, None, None]
         mask = padding_of(attn_mask, *x.shape[:2])
@@ -75,37 +69,19 @@ class CrossAttentionBlock(nn.Module):
     """A mixer with the constructor and the call of MONAI's `CrossAttentionBlock`; what it refuses
     is what SABlock does, and causal=True. A `mixer` needs a cross form."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        dropout_rate: float = 0.0,
-        hidden_input_size: int | None = None,
-        context_input_size: int | None = None,
-        dim_head: int | None = None,
-        qkv_bias: bool = False,
-        save_attn: bool = False,
-        causal: bool = False,
-        sequence_length: int | None = None,
-        rel_pos_embedding: str | None = None,
-        input_size: Shape | None = None,
-        attention_dtype: torch.dtype | None = None,
-        use_flash_attention: bool = False,
-        *,
-        mixer: Named | None = None,
-        layer: int = 0,
-    ) -> None:
+    def __init__(self, *args: Any, mixer: Named | None = None, layer: int = 0, **options: Any) -> None:
         super().__init__()
-        dim, inner = hidden_input_size or hidden_size, num_heads * dim_head if dim_head else None
-        source = context_input_size or hidden_size
-        if reason := _reason(dim, inner or hidden_size, save_attn, rel_pos_embedding, causal=causal):
+        with torch.device("meta"):
+            old: Any = MonaiCross(*args, **options)
+        dim, source = old.hidden_input_size, old.context_input_size
+        if reason := _reason(old):
             raise ValueError(reason)
         if mixer is not None and source != dim:
             raise ValueError(f"its source has {source} channels, and a mixer reads {dim}")
-        self.tokens = TokenMixer(dim, num_heads, mixer, layer=layer, context_dim=source)
+        self.tokens = TokenMixer(dim, old.num_heads, mixer, layer=layer, context_dim=source)
         if not reads_context(self.tokens.mixer):
             raise ValueError(f"it reads another source, and {_name(self.tokens.mixer)} cannot")
-        self.drop_output = nn.Dropout(dropout_rate)
+        self.drop_output = nn.Dropout(old.dropout_rate)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Map tokens (batch, length, dim) to the same shape; they read a context (batch, source,
@@ -167,79 +143,62 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
         return _swin(old, common, options)
     if isinstance(module, spatialattention.SpatialAttentionBlock):
         return _spatial(old, common, options)
-    dim = old.hidden_input_size
-    fc = isinstance(old.out_proj, nn.Linear)
-    inner = old.out_proj.in_features if fc else dim
-    common["dropout_rate"] = old.drop_output.p
-    without = ("dropout of attention weights",) if old.drop_weights.p else ()
-    cross = isinstance(module, MonaiCross)
-    if reason := _reason(dim, inner, old.save_attn, old.rel_positional_embedding, fc, cross and old.causal):
+    if reason := _reason(old):
         return Refusal(reason)
-    if cross:
+    sizes = old.hidden_input_size, old.num_heads, old.drop_output.p
+    if isinstance(module, MonaiCross):
         try:
-            block: Any = CrossAttentionBlock(dim, old.num_heads, context_input_size=old.context_input_size, **common)
+            block: Any = CrossAttentionBlock(*sizes, context_input_size=old.context_input_size, **common)
         except ValueError as error:
             return Refusal(str(error))
     else:
         grid, prefix = _grid(name, model, options)
-        block = SABlock(
-            dim,
-            old.num_heads,
-            causal=old.causal,
-            sequence_length=old.sequence_length,
-            grid=grid,
-            prefix=prefix,
-            **common,
-        )
-    begun = options.begin(block.tokens.mixer, **_projections(old))
-    return Replacement(block, block.tokens.what() + begun, without)
+        common |= {"causal": old.causal, "sequence_length": old.sequence_length}
+        block = SABlock(*sizes, grid=grid, prefix=prefix, **common)
+    without = WEIGHTS_DROPOUT if old.drop_weights.p else ""
+    return options.replacement(block, block.tokens, _projections(old), without)
 
 
 def _swin(old: Any, common: dict[str, Any], options: Options) -> Replacement:
-    new = SwinTransformerBlock(
-        old.dim,
-        old.num_heads,
-        old.window_size,
-        old.shift_size,
-        drop=old.attn.proj_drop.p,
-        use_checkpoint=old.use_checkpoint,
-        **common,
-    )
+    sizes = old.dim, old.num_heads, old.window_size, old.shift_size
+    new = SwinTransformerBlock(*sizes, drop=old.attn.proj_drop.p, use_checkpoint=old.use_checkpoint, **common)
     for child in ("norm1", "norm2", "mlp", "drop_path"):
         setattr(new, child, getattr(old, child))
-    begun = options.begin(new.attn, **thirds(old.attn.qkv), o=old.attn.proj)
-    without = ("dropout of attention weights",) if old.attn.attn_drop.p else ()
+    qkv = old.attn.qkv
+    begun = options.begin(new.attn, thirds(qkv.weight, qkv.bias) | projections(o=old.attn.proj))
+    without = (WEIGHTS_DROPOUT,) if old.attn.attn_drop.p else ()
     return Replacement(new, f"{_name(new.attn)} on the whole grid, without windows{begun}", without)
 
 
 def _spatial(old: Any, common: dict[str, Any], options: Options) -> Replacement | Refusal:
-    sa, norm = old.attn, old.norm
-    if not isinstance(sa.out_proj, nn.Linear):
-        return Refusal(_reason(0, 0, include_fc=False))
-    new = SpatialAttentionBlock(old.spatial_dims, norm.num_channels, sa.dim_head, norm.num_groups, **common)
-    new.norm = norm
-    begun = options.begin(new.attn, **_projections(sa))
+    if reason := _reason(old.attn):
+        return Refusal(reason)
+    sizes = old.spatial_dims, old.norm.num_channels, old.attn.dim_head, old.norm.num_groups
+    new = SpatialAttentionBlock(*sizes, **common)
+    new.norm = old.norm
+    begun = options.begin(new.attn, _projections(old.attn))
     return Replacement(new, f"{_name(new.attn)} on the grid of its input{begun}")
 
 
-def _reason(
-    dim: int, inner: int, save_attn: bool = False, bias: Any = None, include_fc: bool = True, causal: bool = False
-) -> str:
-    """Return why a layer has no counterpart; empty if it has one."""
+def _reason(old: Any) -> str:
+    """Return why an attention layer of MONAI has no counterpart; empty if it has one."""
+    dim, cross, with_fc = old.hidden_input_size, isinstance(old, MonaiCross), isinstance(old.out_proj, nn.Linear)
+    inner = old.out_proj.in_features if with_fc else dim
+    biased = old.rel_positional_embedding is not None
     wrong = {
         f"its heads have {inner} channels, expected those of its input, {dim}": inner != dim,
-        "save_attn=True, and there are no weights to save": save_attn,
-        "rel_pos_embedding adds a bias to each pair of tokens, and LightNet has no scores of pairs": bias is not None,
-        "include_fc=False, and a mixer has an output projection": not include_fc,
-        "causal=True, and a source is read as a whole": causal,
+        "save_attn=True, and there are no weights to save": old.save_attn,
+        "rel_pos_embedding adds a bias to each pair of tokens, and LightNet has no scores of pairs": biased,
+        "include_fc=False, and a mixer has an output projection": not with_fc,
+        "causal=True, and a source is read as a whole": cross and old.causal,
     }
     return "; ".join(reason for reason, is_so in wrong.items() if is_so)
 
 
-def _projections(old: Any) -> dict[str, Any]:
+def _projections(old: Any) -> Projections:
     if isinstance(getattr(old, "qkv", None), nn.Linear):
-        return {**thirds(old.qkv), "o": old.out_proj}
-    return {"q": old.to_q, "k": old.to_k, "v": old.to_v, "o": old.out_proj}
+        return thirds(old.qkv.weight, old.qkv.bias) | projections(o=old.out_proj)
+    return projections(q=old.to_q, k=old.to_k, v=old.to_v, o=old.out_proj)
 
 
 def _grid(name: str, model: nn.Module, options: Options) -> tuple[Shape | None, int]:

@@ -5,12 +5,11 @@ A library takes part with a file `<library>_attention.py` here, listed in LIBRAR
     def known(module: nn.Module) -> bool
     def replacement(name, module, model, options) -> Replacement | Refusal
 
-`known` tells whether it knows such a layer; modules are asked about from the outermost inwards, and
-those inside a known one are not. `replacement` returns a new layer that takes the calls of the
-known `module`, called `name` in `model`; or, if its function cannot be expressed, a Refusal with
-the reason. It must not change anything: replace_attention puts all new layers in their places at
-the end, on the device and with the dtype and mode of the old ones. A library's file is imported if
-the network has a module of that library.
+`known` tells whether it knows such a layer; modules are asked about from the outermost inwards, and those inside a
+known one are not. `replacement` returns a new layer that takes the calls of the known `module`, called `name` in
+`model`; or, if its function cannot be expressed, a Refusal with the reason. It must not change anything:
+replace_attention puts all new layers in their places at the end, on the device and with the dtype and mode of the old
+ones. A library's file is imported if the network has a module of that library.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.integrations.tokens import TokenMixer
 from ndlightnet.nn.mixers.base import Named
 
 LIBRARIES = {
@@ -35,20 +35,20 @@ LIBRARIES = {
 }
 Start = Literal["fresh", "weights"]
 Where = str | Callable[[str, nn.Module], bool]
+Projections = dict[str, tuple[Tensor, Tensor | None]]  # weight and bias of q, k, v and o
 
 
 class Replacement(NamedTuple):
     """A new layer; what it is, in words, for the report; what of the old one it leaves out.
 
-    then: for a layer that stays and is switched with all others of a part of its network: what
-    switches them, called after all new layers are in their places. scope: that part.
+    switch: for a layer that stays and is switched with all others of a submodule of its network:
+    that submodule, and what switches them, called after all new layers are in their places.
     """
 
     new: nn.Module
     what: str
     without: tuple[str, ...] = ()
-    then: Callable[[], None] | None = None
-    scope: nn.Module | None = None
+    switch: tuple[nn.Module, Callable[[], None]] | None = None
 
 
 class Refusal(NamedTuple):
@@ -57,6 +57,7 @@ class Refusal(NamedTuple):
     reason: str
 
 
+WEIGHTS_DROPOUT = "dropout of attention weights"
 UNKNOWN = Refusal("not a layer that replace_attention knows")
 FIRST = "expected replace_attention first, then peft"
 AROUND = Refusal(f"peft's, around a layer: {FIRST}")
@@ -72,20 +73,27 @@ class Options:
     prefix: int = 0
     layer: int = 0
 
-    def begin(self, new: nn.Module, **old: tuple[Tensor, Tensor | None] | nn.Linear) -> str:
-        """With start="weights", copy weights and biases q, k, v, o to the projections q_proj,
-        k_proj, v_proj and o_proj or out_proj of a mixer, where shapes agree. Return what was
-        copied, in words; "" if nothing was asked for.
+    def tokens(self, dim: int, heads: int, **options: Any) -> TokenMixer:
+        """Return the mixer for a layer; options of TokenMixer come before those of the user."""
+        defaults = {"grid": self.grid, "prefix": self.prefix, "layer": self.layer}
+        return TokenMixer(dim, heads, self.mixer, **defaults | options)
+
+    def replacement(self, new: nn.Module, tokens: TokenMixer, old: Projections, *without: str) -> Replacement:
+        """Return the Replacement by a layer that has the mixer `tokens`. without: what of the old
+        layer it leaves out, "" for nothing."""
+        return Replacement(new, tokens.what() + self.begin(tokens.mixer, old), tuple(filter(None, without)))
+
+    def begin(self, new: nn.Module, old: Projections) -> str:
+        """With start="weights", copy weights and biases to the projections q_proj, k_proj, v_proj and o_proj or
+        out_proj of a mixer, where shapes agree. Return what was copied, in words; "" if nothing was asked for.
 
         Raises ValueError if nothing fits.
         """
         if self.start == "fresh":
             return ""
         copied = []
-        for name, projection in old.items():
-            weight, bias = projection if isinstance(projection, tuple) else (projection.weight, projection.bias)
-            to = getattr(new, f"{name}_proj", None)
-            to = getattr(new, "out_proj", None) if to is None and name == "o" else to
+        for name, (weight, bias) in old.items():
+            to = getattr(new, f"{name}_proj", getattr(new, "out_proj", None) if name == "o" else None)
             if not isinstance(to, nn.Linear) or to.weight.shape != weight.shape:
                 continue
             with torch.no_grad():
@@ -99,6 +107,17 @@ class Options:
                 "shapes; expected start='fresh'"
             )
         return f", starting from {', '.join(copied)}"
+
+
+def projections(**layers: nn.Linear) -> Projections:
+    """Return weights and biases of the layers q, k, v and o, or of some."""
+    return {name: (layer.weight, layer.bias) for name, layer in layers.items()}
+
+
+def thirds(weight: Tensor, bias: Tensor | None) -> Projections:
+    """Return weights and biases of a joint projection to q, k and v."""
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    return dict(zip("qkv", zip(weight.chunk(3), biases, strict=True), strict=True))
 
 
 @dataclass
@@ -131,18 +150,16 @@ def replace_attention(
     """Replace the attention layers of a network by linear ones, in place, and report what was
     replaced, what was left and why.
 
-    Known are the layers of torch, timm, MONAI, transformers and diffusers. Where the network knows
-    the grid of its tokens, the new layers run on it, with local mixing. Layers of diffusers, and
-    those of transformers that take a cache, keep their weights and compute LightNet attention
-    without its norm and gate. The new function is another one, so that the network is to be
-    trained or fine-tuned. Make the optimiser afterwards:
+    Known are the layers of torch, timm, MONAI, transformers and diffusers. Where the network knows the grid of its
+    tokens, the new layers run on it, with local mixing. Layers of diffusers, and those of transformers that take a
+    cache, keep their weights and compute LightNet attention without its norm and gate. The new function is another one,
+    so that the network is to be trained or fine-tuned. Make the optimiser afterwards:
     the new layers have new parameters, on the device and of the dtype of the old ones.
 
     Args:
         model: the network. It must not be an attention layer itself.
-        mixer: as for NDLightNet: a name ("GLA"), {name: arguments}, or a function of the width.
-            Default: LightNet attention with as many heads as the old layer and without position
-            code.
+        mixer: as for NDLightNet: a name ("GLA"), {name: arguments}, or a function of the width. Default: LightNet
+            attention with as many heads as the old layer and without position code.
         where: which layers: a glob pattern of names ("blocks.[0-5].*"), or a function of name and
             module. Default: all that can be replaced.
         start: "fresh": new weights. "weights": q, k, v and o begin with those of the old layer,
@@ -150,20 +167,19 @@ def replace_attention(
         grid: shape of the grid of the tokens, for networks that do not know theirs.
         prefix: number of tokens in front of that grid, such as a class token.
 
-    Raises ValueError, before anything is changed, if no layer can be replaced, or one that `where`
-    selects cannot.
+    Raises ValueError, before anything is changed, if no layer can be replaced, or one that `where` selects cannot.
     """
     if start not in get_args(Start):
         raise ValueError(f"start={start!r}: expected 'fresh' or 'weights'")
     options = Options(mixer, start, grid, prefix)
-    selected = _selector(where)
+    if where is not None and not isinstance(where, str) and not callable(where):
+        raise ValueError(f"where={where!r}: expected a glob pattern or a function(name, module)")
     report = Report()
     new: dict[str, nn.Module] = {}
-    after: list[Callable[[], None]] = []
-    scopes: set[nn.Module] = set()
+    switches: dict[nn.Module, Callable[[], None]] = {}
     answers: dict[int, tuple[Replacement | Refusal, str]] = {}  # of a layer, and its first name
     for name, module, file in _layers(model):
-        if not selected(name, module):
+        if not (where is None or (where(name, module) if callable(where) else fnmatchcase(name, where))):
             report.left[name] = f"{_kind(module)}, not selected by where={where!r}"
             continue
         if id(module) not in answers:
@@ -176,17 +192,15 @@ def replace_attention(
             report.left[name] = f"{_kind(module)}, {answer.reason}"
             continue
         new[name] = _like(answer.new, module)
-        if answer.then is not None:
-            after.append(answer.then)
-        if answer.scope is not None:
-            scopes.add(answer.scope)
+        if answer.switch is not None:
+            switches.update([answer.switch])
         shared = "" if first == name else f", shared with {first}"
         without = f"; without its {', '.join(answer.without)}" if answer.without else ""
         report.replaced[name] = f"{_kind(module)} -> {answer.what}{shared}{without}"
     if not new:
         reasons = ", ".join(sorted(set(report.left.values()))) or "it has no attention layers"
         raise ValueError(f"model: found nothing to replace in {_kind(model)}: {reasons}")
-    apart = [name for name in report.left if not scopes.isdisjoint(around(name, model))]
+    apart = [name for name in report.left if not switches.keys().isdisjoint(around(name, model))]
     if apart and where is not None:
         raise ValueError(
             f"where={where!r}: layers that are switched with all others of their model, expected "
@@ -195,20 +209,9 @@ def replace_attention(
     for name, layer in new.items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, layer)
-    for switch in after:
+    for switch in switches.values():
         switch()
     return report
-
-
-def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
-    if where is None:
-        return lambda name, module: True
-    if isinstance(where, str):
-        pattern = where
-        return lambda name, module: fnmatchcase(name, pattern)
-    if not callable(where):
-        raise ValueError(f"where={where!r}: expected a glob pattern or a function(name, module)")
-    return where
 
 
 def around(name: str, model: nn.Module) -> Iterator[nn.Module]:
@@ -240,9 +243,8 @@ def _answer(file: Any, name: str, module: nn.Module, model: nn.Module, options: 
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield name and module of the layers that a library's file knows, with that file, and of those
-    that look like attention: the innermost ones whose class is named so, or what peft wraps around
-    a layer, with None."""
+    """Yield name and module of the layers that a library's file knows, with that file, and of those that look like
+    attention: the innermost ones whose class is named so, or what peft wraps around a layer, with None."""
     present = {base.__module__.partition(".")[0] for m in model.modules() for base in type(m).__mro__}
     files = [import_module(file) for library, file in LIBRARIES.items() if library in present]
 

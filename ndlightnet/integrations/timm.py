@@ -2,16 +2,15 @@
 
     timm.create_model("ndlightnet_small", num_classes=10)
 
-makes the network of that name in `ndlightnet`, here with patches of 16 x 16, and
-`ndlightnet_small_local` the library's default network of that width, with local mixing. timm has no
-entry points: it knows the names once this module is imported. No weights are published; those of
-your own load with `pretrained=True, pretrained_cfg_overlay={"file": "weights.safetensors"}`, also
-into another number of channels or classes.
+makes the network of that name in `ndlightnet`, here with patches of 16 x 16, and `ndlightnet_small_local` the library's
+default network of that width, with local mixing. timm has no entry points: it knows the names once this module is
+imported. No weights are published; those of your own load with `pretrained=True, pretrained_cfg_overlay={"file":
+"weights.safetensors"}`, also into another number of channels or classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -54,47 +53,33 @@ def images(
     return net
 
 
-def _register(name: str, network: partial[NDLightNet], what: str) -> None:
+def _register(name: str, network: partial[NDLightNet]) -> None:
     """Register a network of the library with timm, under the same name."""
-    defaults = network.keywords
 
     def make(pretrained: bool = False, **options: Any) -> Any:
-        return build_model_with_cfg(
-            images,
-            name,
-            pretrained,
-            pretrained_filter_fn=adapt_in_chans,
-            feature_cfg={"out_indices": 3, "feature_cls": "getter"},
-            **defaults | options,
-        )
+        features = {"out_indices": 3, "feature_cls": "getter"}
+        filters: Any = {"pretrained_filter_fn": adapt_in_chans, "feature_cfg": features}
+        return build_model_with_cfg(images, name, pretrained, **filters, **network.keywords | options)
 
     make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"{what}, with patches of 16 x 16."
+    make.__doc__ = f"{name}, with patches of 16 x 16."
     globals()[name] = register_model(make)
 
 
-_config: Callable[..., dict[str, Any]] = partial(
-    dict,
-    input_size=(3, 224, 224),
-    num_classes=1000,
-    mean=IMAGENET_DEFAULT_MEAN,
-    std=IMAGENET_DEFAULT_STD,
-    interpolation="bicubic",
-    crop_pct=0.9,
-    fixed_input_size=False,
-    first_conv="embed.proj",
-    classifier="head",
-)
 _widths = {"tiny": 192, "small": 384, "base": 768}
-default_cfgs = generate_default_cfgs(
-    {f"ndlightnet_{size}{kind}": _config() for size in _widths for kind in ("", "_local")}
-)
-for _size, _width in _widths.items():
-    _register(
-        f"ndlightnet_{_size}", getattr(ndlightnet, f"ndlightnet_{_size}"), f"The paper's network of width {_width}"
-    )
-    _register(
-        f"ndlightnet_{_size}_local",
-        partial(NDLightNet, embed_dim=_width),
-        f"NDLightNet of width {_width} with its default mixer, which has local mixing",
-    )
+_networks = {f"ndlightnet_{size}": getattr(ndlightnet, f"ndlightnet_{size}") for size in _widths}
+_networks |= {f"ndlightnet_{size}_local": partial(NDLightNet, embed_dim=width) for size, width in _widths.items()}
+_config = {
+    "input_size": (3, 224, 224),
+    "num_classes": 1000,
+    "mean": IMAGENET_DEFAULT_MEAN,
+    "std": IMAGENET_DEFAULT_STD,
+    "interpolation": "bicubic",
+    "crop_pct": 0.9,
+    "fixed_input_size": False,
+    "first_conv": "embed.proj",
+    "classifier": "head",
+}
+default_cfgs = generate_default_cfgs({name: {**_config} for name in _networks})
+for _name, _network in _networks.items():
+    _register(_name, _network)

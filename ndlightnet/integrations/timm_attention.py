@@ -10,8 +10,8 @@ from timm.models.vision_transformer import Attention as TimmAttention  # type: i
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ndlightnet.integrations.replace import Options, Refusal, Replacement, around
-from ndlightnet.integrations.tokens import GridSource, TokenMixer, thirds
+from ndlightnet.integrations.replace import Options, Refusal, Replacement, around, projections, thirds
+from ndlightnet.integrations.tokens import GridSource, TokenMixer
 from ndlightnet.nn.mixers.base import Named
 from ndlightnet.ops.lightnet.sdpa import padding_of
 
@@ -42,47 +42,37 @@ class PatchGrid:
 class Attention(nn.Module):
     """A mixer with the constructor and the call of timm's `Attention`.
 
-    `timm.create_model("vit_tiny_patch16_224", attn_layer=Attention)` builds a network with LightNet
-    attention over all tokens; `replace_attention` also tells the layers the grid of the tokens, and
-    is better for that.
+    `timm.create_model("vit_tiny_patch16_224", attn_layer=Attention)` builds a network with LightNet attention over all
+    tokens; `replace_attention` also tells the layers the grid of the tokens, and is better for that.
 
-    Args, after timm's:
+    attn_head_dim and dim_out may only be None or what follows from dim. qk_norm, scale_norm, gated and norm_layer are
+    not used, as LightNet attention has a norm and a gate of its own; nor is attn_drop, as there are no weights to drop.
+
+    Args:
+        args, device, dtype, options: those of timm's.
         mixer, grid, prefix, layer: as in TokenMixer.
-
-    attn_head_dim and dim_out may only be None or what follows from dim. qk_norm, scale_norm, gated
-    and norm_layer are not used, as LightNet attention has a norm and a gate of its own; nor is
-    attn_drop, as there are no weights to drop.
     """
 
     def __init__(
         self,
-        dim: int,
-        num_heads: int = 8,
-        attn_head_dim: int | None = None,
-        dim_out: int | None = None,
-        qkv_bias: bool = False,
-        qk_norm: bool = False,
-        scale_norm: bool = False,
-        proj_bias: bool = True,
-        gated: bool = False,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        norm_layer: Any = None,
+        *args: Any,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         mixer: Named | None = None,
         grid: GridSource | None = None,
         prefix: int = 0,
         layer: int = 0,
+        **options: Any,
     ) -> None:
         super().__init__()
-        if reason := other_width(dim, num_heads, attn_head_dim, dim_out):
+        with torch.device("meta"):  # it tells what its arguments mean
+            old: Any = TimmAttention(*args, **options)
+        if reason := _reason(old):
             raise ValueError(reason)
-        self.tokens = TokenMixer(
-            dim, num_heads, mixer, grid=grid, prefix=prefix, layer=layer, bias=qkv_bias or proj_bias
-        )
-        self.proj_drop = nn.Dropout(proj_drop)
+        bias = old.qkv.bias is not None or old.proj.bias is not None
+        dim = old.qkv.in_features
+        self.tokens = TokenMixer(dim, old.num_heads, mixer, grid=grid, prefix=prefix, layer=layer, bias=bias)
+        self.proj_drop = nn.Dropout(old.proj_drop.p)
         self.to(device, dtype)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -93,12 +83,12 @@ class Attention(nn.Module):
         return out
 
 
-def other_width(dim: int, heads: int, head_dim: int | None, dim_out: int | None) -> str:
-    """Return why a layer of these sizes has no counterpart; empty if it has one."""
-    inner = heads * head_dim if head_dim else dim
-    if inner == dim == (dim_out or dim):
+def _reason(old: Any) -> str:
+    """Return why a layer of timm has no counterpart, for its sizes; empty if it has one."""
+    dim, inner, outputs = old.qkv.in_features, old.qkv.out_features // 3, old.proj.out_features
+    if inner == dim == outputs:
         return ""
-    return f"its heads have {inner} channels and its output {dim_out or dim}: expected dim={dim}"
+    return f"its heads have {inner} channels and its output {outputs}: expected dim={dim}"
 
 
 def known(module: nn.Module) -> bool:
@@ -112,14 +102,12 @@ def _path(module: nn.Module) -> str:
 def replacement(name: str, module: nn.Module, model: nn.Module, options: Options) -> Replacement | Refusal:
     if _path(module) in REFUSED:
         return Refusal(REFUSED[_path(module)])
-    assert isinstance(module, TimmAttention)
     if type(module) is not TimmAttention:
         return Refusal("a subclass of timm's Attention, whose function may be another one")
     if any(type(outer).__name__ == "NaFlexVit" for outer in around(name, model)):
         return Refusal("NaFlexVit hides different keys from different queries (symmetric masks)")
-    qkv, proj = module.qkv, module.proj
-    dim, heads = qkv.in_features, module.num_heads
-    if reason := other_width(dim, heads, qkv.out_features // 3 // heads, proj.out_features):
+    old: Any = module
+    if reason := _reason(old):
         return Refusal(reason)
     grid: GridSource | None = options.grid
     network_grid, prefix = _grid(name, model)
@@ -130,24 +118,15 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
         return Refusal(f"its network has a grid {network_grid()} and prefix {prefix}, and {arguments} were given")
     else:
         grid = network_grid
-    new = Attention(
-        dim,
-        heads,
-        qkv_bias=qkv.bias is not None,
-        proj_bias=proj.bias is not None,
-        proj_drop=module.proj_drop.p,
-        mixer=options.mixer,
-        grid=grid,
-        prefix=prefix,
-        layer=options.layer,
-    )
-    begun = options.begin(new.tokens.mixer, **thirds(qkv), o=proj)
-    return Replacement(new, new.tokens.what() + begun, tuple(_lost(module)))
+    shape: Any = {"qkv_bias": old.qkv.bias is not None, "proj_bias": old.proj.bias is not None}
+    place: Any = {"mixer": options.mixer, "grid": grid, "prefix": prefix, "layer": options.layer}
+    new = Attention(old.qkv.in_features, old.num_heads, **shape, proj_drop=old.proj_drop.p, **place)
+    weights = thirds(old.qkv.weight, old.qkv.bias) | projections(o=old.proj)
+    return options.replacement(new, new.tokens, weights, *_lost(old))
 
 
 def _grid(name: str, model: nn.Module) -> tuple[PatchGrid | None, int]:
-    """Return the grid of the tokens, if it is the same for all inputs, and the number of tokens in
-    front of it."""
+    """Return the grid of the tokens, if it is the same for all inputs, and the number of tokens in front of it."""
     for outer in around(name, model):
         if isinstance(outer, VisionTransformer):
             embed = outer.patch_embed
@@ -159,7 +138,7 @@ def _grid(name: str, model: nn.Module) -> tuple[PatchGrid | None, int]:
     return None, 0
 
 
-def _lost(module: TimmAttention) -> Iterator[str]:
+def _lost(module: Any) -> Iterator[str]:
     if module.attn_drop.p:
         yield f"attn_drop={module.attn_drop.p}"
     for name in ("q_norm", "k_norm", "norm", "gate"):

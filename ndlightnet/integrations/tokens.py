@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,8 @@ def make_mixer(
 class TokenMixer(Initialized):
     """A mixer on the tokens (batch, length, dim) of a network that knows no layouts.
 
-    Where the grid of the tokens is known, the mixer runs on it, behind `prefix` tokens such as a
-    class token. These take part in LightNet attention, and have no neighbours; all other mixers
-    read prefix and grid as one sequence.
+    Where the grid of the tokens is known, the mixer runs on it, behind `prefix` tokens such as a class token. These
+    take part in LightNet attention, and have no neighbours; all other mixers read prefix and grid as one sequence.
 
     Args:
         dim: channels of a token.
@@ -99,12 +99,17 @@ class TokenMixer(Initialized):
         super().reset_parameters()
         init_network(self.mixer)
 
+    @property
+    def shape(self) -> Shape | None:
+        """Return the shape of the grid of the tokens, None if they have none."""
+        shape = self.grid() if callable(self.grid) else self.grid
+        return None if shape is None else tuple(shape)
+
     def layout(self, length: int) -> Grid:
         """Return the grid of `length` tokens, without the prefix."""
-        shape = self.grid() if callable(self.grid) else self.grid
-        if shape is None:
+        if (shape := self.shape) is None:
             return Grid((length,))
-        grid = Grid(tuple(shape))
+        grid = Grid(shape)
         if length != self.prefix + grid.length:
             raise ValueError(
                 f"{length} tokens: expected {self.prefix + grid.length}, a grid {grid.shape}"
@@ -126,22 +131,40 @@ class TokenMixer(Initialized):
             )
         if causal and context is not None:
             raise ValueError("causal=True with a context: expected a layer that reads its own tokens")
+        mixer: Any = self.mixer
         y: Tensor
         if context is not None:
-            y = self.mixer(x, mask=mask, context=context)
+            y = mixer(x, mask=mask, context=context)
         elif self.prefix:
-            y = self.mixer.mix(x, grid, mask, causal, self.prefix)  # type: ignore[call-arg]
+            y = mixer.mix(x, grid, mask, causal, self.prefix)
         else:
-            y = self.mixer(x, mask=mask, causal=causal, layout=grid)
+            y = mixer(x, mask=mask, causal=causal, layout=grid)
         return y
 
     def what(self) -> str:
         """Describe the mixer and what it runs on, for a report."""
-        shape, name = self.grid() if callable(self.grid) else self.grid, type(self.mixer).__name__
-        if shape is None:
+        name = type(self.mixer).__name__
+        if self.shape is None:
             return f"{name} on {'the sequence of tokens' if self.ordered else 'a set of tokens'}"
         behind = f" behind {self.prefix} token{'s' * (self.prefix > 1)}" if self.prefix else ""
-        return f"{name} on a grid {tuple(shape)}{behind}"
+        return f"{name} on a grid {self.shape}{behind}"
+
+
+class HiddenStatesMixer(nn.Module):
+    """A mixer with the call of a self-attention layer of transformers or diffusers: hidden states (batch, length, dim)
+    and padding, to hidden states. Keyword arguments that are neither None, False nor `harmless` are refused."""
+
+    def __init__(self, mixer: TokenMixer, harmless: Collection[str] = ()) -> None:
+        super().__init__()
+        self.mixer, self.harmless = mixer, harmless
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
+        refused = [
+            name for name, x in options.items() if x is not None and x is not False and name not in self.harmless
+        ]
+        if refused:
+            raise ValueError(f"{', '.join(refused)}: a mixer takes hidden states and padding")
+        return self.mixer(hidden_states, padding(attention_mask, *hidden_states.shape[:2]))
 
 
 def require(allowed: bool | Tensor, text: str) -> None:
@@ -173,9 +196,3 @@ def padding(mask: Tensor | None, batch: int, keys: int, heads: int = 1, name: st
     first = visible[:, :1, :1]
     require((visible == first).all(), f"{name} {shape}: {ONE_MEMORY}")
     return first[:, 0, 0].expand(batch, -1)
-
-
-def thirds(qkv: nn.Linear) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Return weights and biases of a joint projection to q, k and v, by name."""
-    biases = (None,) * 3 if qkv.bias is None else qkv.bias.chunk(3)
-    return dict(zip("qkv", zip(qkv.weight.chunk(3), biases, strict=True), strict=True))

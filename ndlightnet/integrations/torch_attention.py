@@ -7,21 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.integrations.replace import Options, Refusal, Replacement, around
+from ndlightnet.integrations.replace import WEIGHTS_DROPOUT, Options, Projections, Refusal, Replacement, around, thirds
 from ndlightnet.integrations.tokens import TokenMixer, require
 from ndlightnet.nn.mixers.base import reads_context
 from ndlightnet.nn.multihead import MultiheadAttention, check_masks, hidden_keys, hide, is_causal_mask
 
 
 class MixerAttention(nn.Module):
-    """Any mixer with the call of `torch.nn.MultiheadAttention`: self-attention, and attention to
-    another source if the mixer has a cross form. Masks as in ndlightnet.MultiheadAttention, but
-    padding masks of floats must be 0 and -inf.
+    """Any mixer with the call of `torch.nn.MultiheadAttention`: self-attention, and attention to another source if the
+    mixer has a cross form. Masks as in ndlightnet.MultiheadAttention, but padding masks of floats must be 0 and -inf.
 
-    A layer reads another source if it was made with `cross`, or if key differs from query in shape,
-    dtype or values. Values are compared if the two are different objects, as after `clone()`; a
-    compiled graph then compares them on the device, and computes both forms if the mixer has both.
-    key and value must be equal."""
+    A layer reads another source if it was made with `cross`, or if key differs from query in shape, dtype or values.
+    Values are compared if the two are different objects, as after `clone()`; a compiled graph then compares them on the
+    device, and computes both forms if the mixer has both. key and value must be equal."""
 
     # as in ndlightnet.MultiheadAttention: keep torch's fast paths away, which ask for these weights
     _qkv_same_embed_dim = False
@@ -128,42 +126,26 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
     dim, heads, batch_first = module.embed_dim, module.num_heads, module.batch_first
     old = _projections(module)
     if options.mixer is None and options.grid is None:
-        new = MultiheadAttention(
-            dim,
-            heads,
-            module.dropout,
-            module.out_proj.bias is not None,
-            kdim=module.kdim,
-            vdim=module.vdim,
-            batch_first=batch_first,
-        )
-        return Replacement(new, f"MultiheadAttention{options.begin(new, **old)}")
+        sources = {"kdim": module.kdim, "vdim": module.vdim}
+        bias = module.out_proj.bias is not None
+        new = MultiheadAttention(dim, heads, module.dropout, bias, **sources, batch_first=batch_first)
+        return Replacement(new, f"MultiheadAttention{options.begin(new, old)}")
     if (module.kdim, module.vdim) != (dim, dim):
         return Refusal(f"kdim={module.kdim}, vdim={module.vdim}, and a mixer reads embed_dim={dim}")
     # in torch's decoder layers, and in SigLIP's pooling heads, where a learned query reads
     cross = name.endswith("multihead_attn") or hasattr(next(around(name, model)), "probe")
-    tokens = TokenMixer(
-        dim,
-        heads,
-        options.mixer,
-        grid=None if cross else options.grid,
-        prefix=options.prefix,
-        layer=options.layer,
-        context_dim=dim if cross else None,
-    )
+    tokens = options.tokens(dim, heads, **{"grid": None, "context_dim": dim} if cross else {})
     if cross and not reads_context(tokens.mixer):
         return Refusal(f"it reads another source, and {type(tokens.mixer).__name__} cannot")
-    begun = options.begin(tokens.mixer, **old)
-    without = ("dropout of attention weights",) if module.dropout else ()
-    return Replacement(MixerAttention(tokens, dim, heads, batch_first, cross), tokens.what() + begun, without)
+    new_layer = MixerAttention(tokens, dim, heads, batch_first, cross)
+    return options.replacement(new_layer, tokens, old, WEIGHTS_DROPOUT if module.dropout else "")
 
 
-def _projections(module: nn.MultiheadAttention) -> dict[str, tuple[Tensor, Tensor | None]]:
+def _projections(module: nn.MultiheadAttention) -> Projections:
     """Return weights and biases of q, k, v and o."""
-    if module.in_proj_weight is None:
-        weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
-    else:
-        weights = module.in_proj_weight.chunk(3)
+    out = {"o": (module.out_proj.weight, module.out_proj.bias)}
+    if module.in_proj_weight is not None:
+        return thirds(module.in_proj_weight, module.in_proj_bias) | out
+    weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    old = dict(zip("qkv", zip(weights, biases, strict=True), strict=True))
-    return {**old, "o": (module.out_proj.weight, module.out_proj.bias)}
+    return dict(zip("qkv", zip(weights, biases, strict=True), strict=True)) | out

@@ -81,29 +81,29 @@ def attention(
         )
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions=True: LightNet computes no attention weights")
-    seen = attention_mask
-    if seen is None:
+    if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if causal and query.shape[2] > 1:
             y = _causal(query, key, value, None, sliding_window)
         else:
             y = lightnet_attention(query, key, value, enable_gqa=True)
-    elif seen.dtype not in (torch.bool, torch.int8) or seen.ndim != 4:
-        raise ValueError(f"attention_mask {tuple(seen.shape)} {seen.dtype}: expected bool (batch, 1, 1, keys)")
-    elif seen.dtype == torch.bool:
-        if seen.shape[1:3] != (1, 1):
-            raise ValueError(f"attention_mask {tuple(seen.shape)}: {ONE_MEMORY}")
-        y = lightnet_attention(query, key, value, seen, enable_gqa=True)
+    elif attention_mask.dtype not in (torch.bool, torch.int8) or attention_mask.ndim != 4:
+        shape, dtype = tuple(attention_mask.shape), attention_mask.dtype
+        raise ValueError(f"attention_mask {shape} {dtype}: expected bool (batch, 1, 1, keys)")
+    elif attention_mask.dtype == torch.bool:
+        if attention_mask.shape[1:3] != (1, 1):
+            raise ValueError(f"attention_mask {tuple(attention_mask.shape)}: {ONE_MEMORY}")
+        y = lightnet_attention(query, key, value, attention_mask, enable_gqa=True)
     else:
-        rows, n = seen.shape[-2:]
+        rows, n = attention_mask.shape[-2:]
         if rows == 2 and sliding_window is None:
             raise ValueError(f"{type(module).__name__}: a mask with a window, a layer without one")
-        kept = seen[:, :, :1].bool()
+        visible = attention_mask[:, :, :1].bool()
         if rows > 2:
-            y = _around(query, key, value, kept, rows - 3)
+            y = _around(query, key, value, visible, rows - 3)
         else:
             window = sliding_window if rows == 2 else None
-            y = _causal(query, key[:, :, :n], value[:, :, :n], kept, window)
+            y = _causal(query, key[:, :, :n], value[:, :, :n], visible, window)
     return nn.functional.dropout(y.transpose(1, 2), dropout, module.training), None
 
 
@@ -119,17 +119,17 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int | 
     windowed = window is not None and window < k.shape[2]
     if not past and not windowed:
         return lightnet_attention(q, k, v, mask, is_causal=True, enable_gqa=True)
-    seen = None if mask is None else mask[:, 0, 0].expand(k.shape[0], -1)
+    visible = None if mask is None else mask[:, 0, 0].expand(k.shape[0], -1)
     if windowed:
-        return _window(q, k, v, seen, window, past)
-    assert seen is not None
+        return _window(q, k, v, visible, window, past)
+    assert visible is not None
     old = (x[:, :, :past].transpose(1, 2) for x in (k, v))
-    state = summarize(*old, mask=seen[:, :past])  # once for the heads that share keys
+    state = summarize(*old, mask=visible[:, :past])  # once for the heads that share keys
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         state = State(*(x.repeat_interleave(groups, 1) for x in state))
     new = (_heads(x[:, :, past:], groups) for x in (k, v))
-    y = causal_attention(q.transpose(1, 2), *new, mask=seen[:, past:], state=state)[0]
+    y = causal_attention(q.transpose(1, 2), *new, mask=visible[:, past:], state=state)[0]
     return y.transpose(1, 2)
 
 
@@ -139,16 +139,16 @@ def _around(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, reach: int) -> Tensor
     if reach >= k.shape[2] - 1:
         return lightnet_attention(q, k, v, mask, enable_gqa=True)
     k, v = (nn.functional.pad(x, (0, 0, 0, reach)) for x in (k, v))
-    seen = nn.functional.pad(mask[:, 0, 0], (0, reach)).expand(k.shape[0], -1)
-    return _window(q, k, v, seen, 2 * reach + 1, reach)
+    visible = nn.functional.pad(mask[:, 0, 0], (0, reach)).expand(k.shape[0], -1)
+    return _window(q, k, v, visible, 2 * reach + 1, reach)
 
 
-def _window(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, window: int | None, past: int) -> Tensor:
+def _window(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, window: int | None, past: int) -> Tensor:
     """Let query i read the `window` keys up to key past + i."""
     groups = q.shape[1] // k.shape[1]
     q = nn.functional.pad(q, (0, 0, past, 0)).transpose(1, 2)  # a query for every key
     k, v, keys = _heads(k, groups), _heads(v, groups), k.shape[2]
-    y = axis_causal_attention(q, k, v, keys, mask=seen, window=window, return_state=False)[0]
+    y = axis_causal_attention(q, k, v, keys, mask=visible, window=window, return_state=False)[0]
     return y[:, past:].transpose(1, 2)
 
 
@@ -176,9 +176,8 @@ def mask(
 ) -> Tensor | None:
     """Return the mask of `attention` for transformers' description of one, as described above.
 
-    attention_mask: padding, bool (batch, tokens up to now). use_vmap: whether the model has a mask
-    function of its own. Raises ValueError for what LightNet cannot express: chunks, blocks, packed
-    sequences, masks of a model's own.
+    attention_mask: padding, bool (batch, tokens up to now). use_vmap: whether the model has a mask function of its own.
+    Raises ValueError for what LightNet cannot express: chunks, blocks, packed sequences, masks of a model's own.
     """
     plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
     window = None if plain or local_size is None or local_size >= kv_offset + kv_length else local_size
@@ -200,11 +199,11 @@ def mask(
             padding = None
     if causal and q_length == 1:
         place = torch.arange(kv_offset, kv_offset + kv_length, device=device)
-        seen = place <= q_offset
+        visible = place <= q_offset
         if window is not None:
-            seen = seen & (place > q_offset - window)
-        seen = seen.expand(batch_size, -1) if padding is None else seen & padding
-        return seen[:, None, None]
+            visible = visible & (place > q_offset - window)
+        visible = visible.expand(batch_size, -1) if padding is None else visible & padding
+        return visible[:, None, None]
     if causal:
         n = int(q_offset) + q_length - kv_offset
         if not q_length <= n <= kv_length:

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ndlightnet.integrations.replace import Options, Refusal, Replacement, around, tuned
-from ndlightnet.integrations.tokens import TokenMixer, padding
+from ndlightnet.integrations.replace import WEIGHTS_DROPOUT, Options, Refusal, Replacement, around, projections, tuned
+from ndlightnet.integrations.tokens import HiddenStatesMixer
 from ndlightnet.integrations.transformers import HARMLESS, NAME
 
 # names of the projections to q, k, v and o, in the order of transformers' models
@@ -40,28 +40,20 @@ PREFIX = {
     "VideoMAESelfAttention": 0,
 }
 # models of texts whose layers say that they are not causal, and get the mask from their model. One
-# that is not in this list is refused by HiddenStatesMixer, at its first call.
+# that is not in this list is refused by EncoderMixer, at its first call.
 CAUSAL_TEXTS = {
     f"{model}_text_model"
     for model in ("aimv2", "clip", "clipseg", "metaclip_2", "owlv2", "owlvit", "videoprism", "xclip")
 }
 
 
-class HiddenStatesMixer(nn.Module):
-    """A mixer with the call of an encoder's self-attention in transformers: hidden states
-    (batch, length, dim) and padding, to (hidden states, None). There are no attention weights."""
-
-    def __init__(self, mixer: TokenMixer) -> None:
-        super().__init__()
-        self.mixer = mixer
+class EncoderMixer(HiddenStatesMixer):
+    """A mixer with the call of an encoder's self-attention in transformers. There are no attention weights."""
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, None]:
-        unknown = [name for name, x in kwargs.items() if x is not None and x is not False and name not in HARMLESS]
-        if unknown:
-            raise ValueError(f"{', '.join(unknown)}: a mixer takes hidden states and padding")
-        return self.mixer(hidden_states, padding(attention_mask, *hidden_states.shape[:2])), None
+        return super().forward(hidden_states, attention_mask, **options), None
 
 
 def known(module: nn.Module) -> bool:
@@ -84,25 +76,20 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
     config: Any = module.config
     old = {name: layer for name in "qkvo" if (layer := _projection(module, name)) is not None}
     prefix, grid = options.prefix, options.grid
-    if grid is None and not _masks(name, model):
+    # the tokens of masked pretraining fill no grid
+    if grid is None and not any("PreTraining" in type(outer).__name__ for outer in around(name, model)):
         prefix, grid = PREFIX.get(type(module).__name__, 0), _grid(module)
-    tokens = TokenMixer(
+    tokens = options.tokens(
         old["q"].in_features,
         _heads(module),
-        options.mixer,
         grid=grid,
         prefix=prefix,
-        sequence=_reads_text(config),
-        layer=options.layer,
+        sequence=hasattr(config, "vocab_size") and not hasattr(config, "image_size"),
         bias=old["q"].bias is not None,
     )
-    begun = options.begin(tokens.mixer, **old)
-    without = ("dropout of attention weights",) if _dropout(config) else ()
-    return Replacement(HiddenStatesMixer(tokens), tokens.what() + begun, without)
-
-
-def _reads_text(config: Any) -> bool:
-    return hasattr(config, "vocab_size") and not hasattr(config, "image_size")
+    dropped = any(getattr(config, x, None) for x in ("attention_probs_dropout_prob", "attention_dropout"))
+    layer = EncoderMixer(tokens, HARMLESS)
+    return options.replacement(layer, tokens, projections(**old), WEIGHTS_DROPOUT if dropped else "")
 
 
 def _projection(module: nn.Module, letter: str) -> Any:
@@ -118,11 +105,6 @@ def _heads(module: Any) -> int:
     return int(module.config.num_attention_heads if heads is None else heads)
 
 
-def _dropout(config: Any) -> float:
-    names = ("attention_probs_dropout_prob", "attention_dropout")
-    return max((getattr(config, name, 0.0) or 0.0 for name in names), default=0.0)
-
-
 def _grid(module: Any) -> tuple[int, ...] | None:
     """Return the grid of patches that the configuration of ViT, VideoMAE and others describes."""
     if type(module).__name__ not in PREFIX or not hasattr(module.config, "image_size"):
@@ -135,16 +117,11 @@ def _grid(module: Any) -> tuple[int, ...] | None:
     return grid
 
 
-def _masks(name: str, model: nn.Module) -> bool:
-    """Return whether a layer is part of masked pretraining, whose tokens fill no grid."""
-    return any("PreTraining" in type(outer).__name__ for outer in around(name, model))
-
-
 def _is_causal(module: Any) -> bool:
     decodes = getattr(module.config, "is_decoder", None)
-    if decodes is not None or getattr(module, "is_causal", False):
-        return bool(decodes or getattr(module, "is_causal", False))
-    return getattr(module.config, "model_type", "") in CAUSAL_TEXTS
+    if decodes or getattr(module, "is_causal", False):
+        return True
+    return decodes is None and getattr(module.config, "model_type", "") in CAUSAL_TEXTS
 
 
 def _reason(module: Any, causal: bool) -> str:
@@ -188,7 +165,5 @@ def _implementation(name: str, module: Any, model: nn.Module, reason: str) -> Re
     ]
     if not owners or not owners[-1]._can_set_attn_implementation():
         return Refusal(f"{reason}, and its model does not use transformers' AttentionInterface")
-    what = f"attention implementation {NAME!r} of its model, with its weights, without norm and "
-    what += f"gate, as {reason}"
-    then = partial(owners[-1].set_attn_implementation, NAME)
-    return Replacement(module, what, then=then, scope=owners[-1])
+    what = f"attention implementation {NAME!r} of its model, with its weights, without norm and gate, as {reason}"
+    return Replacement(module, what, switch=(owners[-1], partial(owners[-1].set_attn_implementation, NAME)))

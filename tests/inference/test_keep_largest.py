@@ -33,8 +33,7 @@ def by_search(labels, classes):
 
 
 @pytest.mark.parametrize("space", [(60,), (17, 13), (9, 7, 8), (4, 5, 3, 4), (1, 9, 9)])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
-@pytest.mark.parametrize("classes", [None, [2]])
+@pytest.mark.parametrize("dtype, classes", [(torch.uint8, None), (torch.int16, [2]), (torch.int64, None)])
 def test_against_a_search(space, dtype, classes):
     generator = torch.Generator().manual_seed(len(space))
     labels = torch.randint(0, 4, space, generator=generator)

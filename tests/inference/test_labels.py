@@ -12,7 +12,7 @@ from torch import nn
 from ndlightnet import NDLightUNet
 from ndlightnet.inference import labels as labels_module
 from ndlightnet.inference import predict_labels, windows
-from ndlightnet.inference.windows import blended
+from ndlightnet.inference.windows import tiles
 
 SPACES = [(20, 17, 23), (9, 30, 8), (5, 4, 3), (33, 40), (1, 21, 19), (31,)]
 
@@ -28,6 +28,16 @@ def monai_logits(net, image, window, overlap):
     inferer = SlidingWindowInferer(window, sw_batch_size=3, overlap=overlap, mode="gaussian")
     with torch.no_grad():
         return inferer(image[None], net)[0]
+
+
+def logits_of(space, window):
+    """A network, an image, the window cut to its axes, and the logits: MONAI's, or of the image at once."""
+    net, image = make_net(len(space)), torch.randn(2, *space)
+    with torch.no_grad():
+        if window is None:
+            return net, image, None, net(image[None])[0]
+        window = window[: len(space)]
+        return net, image, window, monai_logits(net, image, window, 0.5)
 
 
 def interpolated(logits, shape, matrix):
@@ -52,10 +62,10 @@ def scaling(scale, offset):
     return matrix
 
 
-def assembled(tiles, space):
+def assembled(pieces, space):
     """Tiles put together; cells that two of them hold have to agree."""
     image = None
-    for corner, logits in tiles:
+    for corner, logits in pieces:
         if image is None:
             image = torch.full((len(logits), *space), torch.nan)
         box = [slice(a, a + n) for a, n in zip(corner, logits.shape[1:], strict=True)]
@@ -78,21 +88,14 @@ def test_blended_windows_are_those_of_monai(space, overlap, memory, monkeypatch)
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
     for halo in (0, 1):
         with torch.no_grad():
-            tiles = blended(net, image, window, overlap, [halo] * len(space), image, memory)
-            actual = assembled(tiles, space)
+            actual = assembled(tiles(net, image, window, overlap, [halo] * len(space), image, memory), space)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("window", [None, (8, 7, 6), (40, 40, 40)])
 def test_labels_on_the_grid_of_the_image(space, window):
-    net, image = make_net(len(space)), torch.randn(2, *space)
-    if window is None:
-        with torch.no_grad():
-            logits = net(image[None])[0]
-    else:
-        window = window[: len(space)]
-        logits = monai_logits(net, image, window, 0.5)
+    net, image, window, logits = logits_of(space, window)
     labels = predict_labels(net, image, window)
     assert labels.dtype == torch.uint8 and labels.shape == space
     assert_labels(labels, logits)
@@ -113,17 +116,11 @@ GRIDS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("space, shape, scale, offset", GRIDS)
 @pytest.mark.parametrize("window, memory", [(None, None), ((8, 7, 6), None), ((8, 7, 6), 0)])
-@pytest.mark.parametrize("chunk", [1, 2000, 2**24])
+@pytest.mark.parametrize("chunk", [1, 2000])
 def test_labels_on_another_grid(space, shape, scale, offset, window, memory, chunk, monkeypatch):
     monkeypatch.setattr(labels_module, "CHUNK", chunk)
-    net, image = make_net(len(space)), torch.randn(2, *space)
+    net, image, window, logits = logits_of(space, window)
     matrix = scaling(scale, offset)
-    if window is None:
-        with torch.no_grad():
-            logits = net(image[None])[0]
-    else:
-        window = window[: len(space)]
-        logits = monai_logits(net, image, window, 0.5)
     labels = predict_labels(net, image, window, onto=(shape, matrix), memory=memory)
     assert_labels(labels, interpolated(logits, shape, matrix))
 
@@ -139,9 +136,7 @@ def test_matches_a_resize_of_monai():
     assert_labels(predict_labels(net, image, onto=(shape, matrix)), expected.as_tensor())
 
 
-@pytest.mark.parametrize(
-    "classes, dtype", [(1, torch.uint8), (255, torch.uint8), (256, torch.int16), (300, torch.int16)]
-)
+@pytest.mark.parametrize("classes, dtype", [(1, torch.uint8), (255, torch.uint8), (256, torch.int16)])
 def test_dtype_by_the_number_of_classes(classes, dtype):
     net, image = nn.Conv2d(1, classes, 1), torch.randn(1, 30, 20)
     labels = predict_labels(net, image, (16, 16))
@@ -168,11 +163,9 @@ def test_bfloat16_networks_and_autocast(window):
     exact = predict_labels(net, image, window, onto=onto)
     with torch.autocast("cpu", torch.bfloat16):
         cast = predict_labels(net, image, window, onto=onto)
-    low = predict_labels(net.bfloat16(), image, window, onto=onto)
-    assert (cast == exact).float().mean() > 0.9
-    assert (low == exact).float().mean() > 0.9
-    for labels in (cast, low):
+    for labels in (cast, predict_labels(net.bfloat16(), image, window, onto=onto)):
         assert labels.dtype == torch.uint8 and labels.shape == (15, 9, 20)
+        assert (labels == exact).float().mean() > 0.9
 
 
 def test_one_window_at_a_time_and_each_once(monkeypatch):
@@ -207,12 +200,11 @@ def test_small_windows_are_computed_four_at_a_time_on_a_host(monkeypatch):
     for bytes_, most in ((2**24, 4), (4 * 5 * 8**3 * 2, 2), (0, 1)):
         monkeypatch.setattr(windows, "BATCH", bytes_)
         with torch.no_grad():
-            tiles = blended(net, image, (8, 8, 8), 0.5, [0] * 3, image, None)
-            results[most] = assembled(tiles, image.shape[1:])
+            results[most] = assembled(tiles(net, image, (8, 8, 8), 0.5, [0] * 3, image), image.shape[1:])
         assert max(seen) == most and sum(seen) == 4 * 4 * 5
         seen.clear()
-    torch.testing.assert_close(results[4], results[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(results[2], results[1], rtol=1e-5, atol=1e-5)
+    for most in (2, 4):
+        torch.testing.assert_close(results[most], results[1], rtol=1e-5, atol=1e-5)
 
 
 def test_a_meta_tensor_and_a_matrix_of_integers():

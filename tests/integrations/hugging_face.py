@@ -12,20 +12,10 @@ transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
 WORDS = {"vocab_size": 50, "max_position_embeddings": 64, "pad_token_id": 0}
 DECODER = {**SIZES, **WORDS, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": None}
-BART = {
-    **WORDS,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 40,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "decoder_start_token_id": 1,
-    "forced_eos_token_id": None,
-}
+BART = {**WORDS, "d_model": 32, "bos_token_id": 1, "decoder_start_token_id": 1}
+BART |= {"eos_token_id": None, "forced_eos_token_id": None}
+for _half in ("encoder", "decoder"):
+    BART |= {f"{_half}_layers": 2, f"{_half}_ffn_dim": 40, f"{_half}_attention_heads": 4}
 
 
 def vit() -> nn.Module:

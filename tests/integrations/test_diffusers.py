@@ -26,54 +26,36 @@ def formula(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None 
     return torch.einsum("bhtc,bhcd->bhtd", nn.functional.silu(query), memory)
 
 
+UNET: dict[str, Any] = {"sample_size": 8, "block_out_channels": (8, 16), "norm_num_groups": 4}
+UNET |= {"layers_per_block": 1, "attention_head_dim": 4}
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 8}
+
+
+def blocks(kind: str) -> dict[str, tuple[str, str]]:
+    return {
+        "down_block_types": ("DownBlock2D", f"{kind}DownBlock2D"),
+        "up_block_types": (f"{kind}UpBlock2D", "UpBlock2D"),
+    }
+
+
 def unet() -> Any:
-    return diffusers.UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        cross_attention_dim=12,
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4,
-        transformer_layers_per_block=1,
-    )
+    sizes = {"cross_attention_dim": 12, "transformer_layers_per_block": 1}
+    return diffusers.UNet2DConditionModel(**UNET, **blocks("CrossAttn"), **sizes)
 
 
 def unet_plain() -> Any:
     """Its layers are called with images, with group norm and residual."""
-    return diffusers.UNet2DModel(
-        sample_size=8,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        attention_head_dim=4,
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )
+    return diffusers.UNet2DModel(**UNET, **blocks("Attn"))
 
 
 def dit() -> Any:
-    return diffusers.DiTTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        num_layers=2,
-        sample_size=8,
-        patch_size=2,
-        num_embeds_ada_norm=10,
-    )
+    sizes = {"in_channels": 4, "num_layers": 2, "sample_size": 8, "patch_size": 2, "num_embeds_ada_norm": 10}
+    return diffusers.DiTTransformer2DModel(**HEADS, **sizes)
 
 
 def transformer() -> Any:
-    return diffusers.Transformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=16,
-        norm_num_groups=4,
-        num_layers=2,
-        cross_attention_dim=12,
-    )
+    sizes = {"in_channels": 16, "norm_num_groups": 4, "num_layers": 2, "cross_attention_dim": 12}
+    return diffusers.Transformer2DModel(**HEADS, **sizes)
 
 
 def wide(model: Any) -> Any:
@@ -87,23 +69,13 @@ def wide(model: Any) -> Any:
 TEXT = torch.randn(2, 5, 12).double()
 SEEN = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 STEP = torch.tensor([3, 7])
+PADDED = {"encoder_hidden_states": TEXT, "encoder_attention_mask": SEEN}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "UNet": (unet, {"sample": torch.randn(2, 4, 8, 8), "timestep": STEP, "encoder_hidden_states": TEXT}),
-    "UNet, padding": (
-        unet,
-        {
-            "sample": torch.randn(2, 4, 8, 8),
-            "timestep": STEP,
-            "encoder_hidden_states": TEXT,
-            "encoder_attention_mask": SEEN,
-        },
-    ),
+    "UNet, padding": (unet, {"sample": torch.randn(2, 4, 8, 8), "timestep": STEP, **PADDED}),
     "UNet without text": (unet_plain, {"sample": torch.randn(2, 3, 8, 8), "timestep": STEP}),
     "DiT": (dit, {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": STEP, "class_labels": torch.tensor([1, 2])}),
-    "Transformer2D, padding": (
-        transformer,
-        {"hidden_states": torch.randn(2, 16, 4, 4), "encoder_hidden_states": TEXT, "encoder_attention_mask": SEEN},
-    ),
+    "Transformer2D, padding": (transformer, {"hidden_states": torch.randn(2, 16, 4, 4), **PADDED}),
 }
 
 
@@ -139,13 +111,6 @@ def test_processor_equals_the_formula(name: str, monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_set_attn_processor_takes_one_for_all() -> None:
-    model = unet()
-    model.set_attn_processor(LightNetAttnProcessor())
-    kinds = {type(p) for p in model.attn_processors.values()}
-    assert kinds == {LightNetAttnProcessor}
-
-
 def test_gradients_and_grouped_heads() -> None:
     layer = Attention(12, heads=4, kv_heads=2, dim_head=6, processor=LightNetAttnProcessor())
     layer(torch.randn(2, 7, 12)).square().sum().backward()
@@ -164,29 +129,23 @@ def call(mask: Tensor | None = None, **layer: Any) -> Tensor:
 
 
 def test_refuses_by_name_what_it_cannot_express() -> None:
-    for mask in (-1e4 * torch.ones(2, 7, 7).triu(1), torch.zeros(2, 1, 5), torch.zeros(4, 1, 7)):
-        with pytest.raises(ValueError, match=r"attention_mask \(.*: LightNet has one memory"):
-            call(mask)
-    with pytest.raises(ValueError, match="expected 0, or -10000 and less for padding"):
-        call(torch.full((2, 1, 7), -1.5))
-    with pytest.raises(ValueError, match="joins two streams"):
-        call(added_kv_proj_dim=8, context_pre_only=False)
-    with pytest.raises(ValueError, match="the layer is causal"):
-        call(is_causal=True)
+    one_memory = r"attention_mask \(.*: LightNet has one memory"
+    for message, options in (
+        (one_memory, {"mask": -1e4 * torch.ones(2, 7, 7).triu(1)}),
+        (one_memory, {"mask": torch.zeros(2, 1, 5)}),
+        (one_memory, {"mask": torch.zeros(4, 1, 7)}),
+        ("expected 0, or -10000 and less for padding", {"mask": torch.full((2, 1, 7), -1.5)}),
+        ("joins two streams", {"added_kv_proj_dim": 8, "context_pre_only": False}),
+        ("the layer is causal", {"is_causal": True}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**options)
 
 
 def flux() -> Any:
-    return diffusers.FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=12,
-        pooled_projection_dim=8,
-        axes_dims_rope=(4, 4, 8),
-    )
+    sizes = {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "pooled_projection_dim": 8}
+    heads = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 12, "axes_dims_rope": (4, 4, 8)}
+    return diffusers.FluxTransformer2DModel(**sizes, **heads)
 
 
 def test_backend_equals_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,15 +201,8 @@ def test_masks_repeated_for_heads_are_padding() -> None:
 
 
 def test_ltx_video_hides_padding() -> None:
-    model = diffusers.LTXVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        cross_attention_dim=16,
-        num_layers=1,
-        caption_channels=12,
-    )
+    sizes = {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 16, "num_layers": 1, "caption_channels": 12}
+    model = diffusers.LTXVideoTransformer3DModel(**HEADS, **sizes)
     assert len(replace_attention(wide(model)).replaced) == 2
     video, text = torch.randn(2, 8, 4).double(), TEXT.clone()
     sizes = {"num_frames": 2, "height": 2, "width": 2}

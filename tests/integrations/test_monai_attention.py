@@ -17,7 +17,7 @@ from ndlightnet import mixers
 from ndlightnet.integrations import replace_attention
 from ndlightnet.integrations.monai_attention import CrossAttentionBlock, SABlock
 
-from .plain import lightnet
+from .lightnet_by_hand import lightnet
 
 PADDED = torch.arange(9) < torch.tensor([9, 4])[:, None]
 
@@ -42,9 +42,8 @@ def test_unetr_is_the_composition_of_its_parts(close):
         tokens = tokens + lightnet(block.attn.tokens.mixer, block.norm1(tokens), (2, 3, 2))
         tokens = tokens + block.mlp(block.norm2(tokens))
         hidden.append(tokens)
-    ours, theirs = net.vit(x)
-    close(ours, net.vit.norm(tokens), 1e-10)
-    for a, b in zip(theirs, hidden, strict=True):
+    features, blocks = net.vit(x)
+    for a, b in zip([features, *blocks], [net.vit.norm(tokens), *hidden], strict=True):
         close(a, b, 1e-10)
     y = net(x)
     y.square().mean().backward()
@@ -53,30 +52,21 @@ def test_unetr_is_the_composition_of_its_parts(close):
 
 
 def test_whole_swin_blocks(close):
+    """What they compute is the door `monai` of tests/doors."""
     net = swin()
+    with pytest.raises(ValueError, match=r"found nothing to replace.*not selected by where"):
+        replace_attention(net, where="*.attn")  # windows alone
     old = copy.deepcopy(net)
     report = replace_attention(net)
     assert len(report.replaced) == 5 and not report.left
     assert report.replaced["swinViT.layers1.0.blocks.1"].endswith("whole grid, without windows")
     for now, before in zip(net.swinViT.layers1[0].blocks, old.swinViT.layers1[0].blocks, strict=True):
         close(now.mlp.linear1.weight, before.mlp.linear1.weight, 0)  # norms and MLP stay
-        x = torch.randn(2, 5, 6, 12)
-        mixed = lightnet(now.attn, now.norm1(x).flatten(1, 2), (5, 6)).view(2, 5, 6, 12)
-        expected = x + mixed + now.mlp(now.norm2(x + mixed))
-        close(now(x, None), expected, 1e-5)
-    x = torch.randn(1, 1, 64, 96)
-    assert net(x).shape == (1, 2, 64, 96)
-    net(x).sum().backward()
+    net(torch.randn(1, 1, 64, 96)).sum().backward()
     for name, parameter in net.swinViT.layers1.named_parameters():
         assert parameter.grad is not None, name
     with pytest.raises(ValueError, match="found nothing to replace in monai SwinUNETR"):
         replace_attention(net)
-
-
-def test_windows_alone_cannot_be_selected():
-    net = swin()
-    with pytest.raises(ValueError, match=r"found nothing to replace.*not selected by where"):
-        replace_attention(net, where="*.attn")
 
 
 def test_networks_that_know_their_grid_and_those_that_do_not():
@@ -93,16 +83,8 @@ def test_networks_that_know_their_grid_and_those_that_do_not():
 
 
 def test_spatial_attention_of_a_diffusion_autoencoder(close):
-    net = AutoencoderKL(
-        2,
-        1,
-        1,
-        channels=(8, 8),
-        num_res_blocks=(1, 1),
-        attention_levels=(False, True),
-        norm_num_groups=4,
-        latent_channels=3,
-    )
+    sizes = {"channels": (8, 8), "num_res_blocks": (1, 1), "norm_num_groups": 4, "latent_channels": 3}
+    net = AutoencoderKL(2, 1, 1, attention_levels=(False, True), **sizes)
     report = replace_attention(net, start="weights")
     assert len(report.replaced) == 4
     block = net.encoder.blocks[4]

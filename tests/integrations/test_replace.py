@@ -1,6 +1,7 @@
 """replace_attention: what is selected, reported, refused; torch's transformers."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -69,40 +70,34 @@ def test_nothing_is_half_replaced():
     assert "add_bias_kv" in replace_attention(net).left["1"]
 
 
-def test_wrong_arguments_are_named():
-    refused = [
-        ({"start": "old"}, "start='old': expected 'fresh' or 'weights'"),
-        ({"mixer": nn.Linear(4, 4)}, r"mixer=Linear\(...\): expected a name such as 'GLA'"),
-        ({"mixer": "GLB"}, "mixer='GLB': did you mean 'GLA'"),
-        ({"mixer": 3}, "mixer=3: expected a name such as 'GLA'"),
-        ({"mixer": nn.Identity}, "mixer: makes a Identity, expected a Mixer"),
-        ({"where": 3}, "where=3: expected a glob pattern or a function"),
-        ({"where": "decoder.*"}, "found nothing to replace.*not selected by where='decoder"),
-        ({"mixer": mixers.Identity, "start": "weights"}, "start='weights': Identity has no proj"),
-    ]
-    for options, message in refused:
-        with pytest.raises(ValueError, match=message):
-            replace_attention(encoder(), **options)
-    with pytest.raises(ValueError, match=r"model: found nothing.*no attention layers"):
-        replace_attention(nn.Linear(3, 3))
-    talking = type("TalkingHeadAttn", (nn.Linear,), {})  # timm's name, as in Cait
-    with pytest.raises(ValueError, match=r"nothing to replace.* TalkingHeadAttn, not a layer that"):
-        replace_attention(nn.Sequential(talking(3, 3)))
-    with pytest.raises(ValueError, match="model is a torch MultiheadAttention itself"):
-        replace_attention(nn.MultiheadAttention(16, 4))
+TALKING = type("TalkingHeadAttn", (nn.Linear,), {})  # timm's name, as in Cait
 
 
-def test_mixers_by_name():
-    net = encoder(1)
-    assert "-> GLA on the sequence" in str(replace_attention(net, {"GLA": {"scan": "raster"}}))
-    assert net.layers[0].self_attn.mixer.mixer.scan == "raster"
-    assert "-> Mamba on the sequence" in str(replace_attention(encoder(1), "Mamba"))
+@pytest.mark.parametrize(
+    "net, options, message",
+    [
+        (encoder(), {"start": "old"}, "start='old': expected 'fresh' or 'weights'"),
+        (encoder(), {"mixer": nn.Linear(4, 4)}, r"mixer=Linear\(...\): expected a name such as 'GLA'"),
+        (encoder(), {"mixer": "GLB"}, "mixer='GLB': did you mean 'GLA'"),
+        (encoder(), {"mixer": nn.Identity}, "mixer: makes a Identity, expected a Mixer"),
+        (encoder(), {"where": 3}, "where=3: expected a glob pattern or a function"),
+        (encoder(), {"where": "decoder.*"}, "found nothing to replace.*not selected by where='decoder"),
+        (encoder(), {"mixer": mixers.Identity, "start": "weights"}, "start='weights': Identity has no proj"),
+        (nn.Linear(3, 3), {}, r"model: found nothing.*no attention layers"),
+        (nn.Sequential(TALKING(3, 3)), {}, r"nothing to replace.* TalkingHeadAttn, not a layer that"),
+        (nn.MultiheadAttention(16, 4), {}, "model is a torch MultiheadAttention itself"),
+    ],
+)
+def test_what_cannot_be_done_is_named(net, options, message):
+    with pytest.raises(ValueError, match=message):
+        replace_attention(net, **options)
 
 
-def test_a_layer_at_two_names_stays_one():
+def test_a_mixer_by_name_in_a_layer_at_two_names():
     shared = nn.MultiheadAttention(16, 4, batch_first=True)
     net = nn.ModuleDict({"a": shared, "b": shared})
-    report = replace_attention(net)
+    report = replace_attention(net, {"GLA": {"scan": "raster"}})
+    assert "-> GLA on the sequence" in report.replaced["a"] and net["a"].mixer.mixer.scan == "raster"
     assert net["a"] is net["b"] and "shared with a" in report.replaced["b"]
 
 
@@ -126,21 +121,16 @@ def test_start_from_weights_of_torch(close, kdim):
     report = replace_attention(net, start="weights")
     assert report.replaced["a"].endswith("MultiheadAttention, starting from q, k, v, o")
     new = net["a"]
-    if kdim == 16:
-        q = old.in_proj_weight[:16]
-    else:
-        q = old.q_proj_weight
-        close(new.k_proj.weight.data, old.k_proj_weight.data, 0)
-    close(new.q_proj.weight.data, q.data, 0)
+    q, k, v = old.in_proj_weight.chunk(3) if kdim == 16 else (old.q_proj_weight, old.k_proj_weight, old.v_proj_weight)
+    weights = {new.q_proj: q, new.k_proj: k, new.v_proj: v, new.out_proj: old.out_proj.weight}
+    for projection, weight in weights.items():
+        close(projection.weight.data, weight.data, 0)
     close(new.v_proj.bias.data, old.in_proj_bias[32:].data, 0)
-    close(new.out_proj.weight.data, old.out_proj.weight.data, 0)
     assert new.q_proj.weight.data_ptr() != q.data_ptr()
 
 
 def test_softmax_attention_from_weights_is_the_old_layer(close):
     """The one mixer with the old function: the start carries over exactly."""
-    from functools import partial
-
     same = partial(mixers.SoftmaxAttention, heads=4, rotary=False)
     net = nn.Transformer(16, 4, 1, 1, 32, 0.0, batch_first=True).eval()
     for module in net.modules():  # SoftmaxAttention has no biases
@@ -186,12 +176,13 @@ def test_a_mixer_with_torchs_call():
     layer, x = net["a"], torch.randn(3, 10, 16)
     y, weights = layer(x, x, x)
     assert weights is None and y.shape == x.shape
-    with pytest.raises(ValueError, match="key and value differ"):
-        layer(x, x, x + 1)
-    with pytest.raises(ValueError, match=r"attn_mask \(10, 10\): expected None or the causal"):
-        layer(x, x, x, attn_mask=CAUSAL.T)
-    with pytest.raises(ValueError, match=r"key_padding_mask \(3, 10\): expected bool, or 0 and"):
-        layer(x, x, x, key_padding_mask=torch.randn(3, 10))
+    for value, masks, message in (
+        (x + 1, {}, "key and value differ"),
+        (x, {"attn_mask": CAUSAL.T}, r"attn_mask \(10, 10\): expected None or the causal"),
+        (x, {"key_padding_mask": torch.randn(3, 10)}, r"key_padding_mask \(3, 10\): expected bool, or 0 and"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(x, x, value, **masks)
     floats = torch.zeros(3, 10).masked_fill(padding(), -torch.inf)
     assert layer(x, x, x, key_padding_mask=floats)[0].equal(layer(x, x, x, key_padding_mask=padding())[0])
     net = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32), 1)
@@ -229,8 +220,8 @@ def test_the_layer_of_a_decoder_that_reads_another_source_always_does(close):
     net = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True), 1)
     replace_attention(net, CROSS)
     layer, x = net.layers[0].multihead_attn, torch.randn(3, 10, 16)
-    close(layer(x, x, x)[0], layer.mixer(x, context=x), 0)
-    close(layer(x, x, x)[0], layer(x, x.clone(), x.clone())[0], 0)
+    for source in (x, x.clone()):
+        close(layer(x, source, source)[0], layer.mixer(x, context=x), 0)
 
 
 @pytest.mark.parametrize("mixer", ["Mamba", CROSS])

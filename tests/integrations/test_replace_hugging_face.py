@@ -51,7 +51,7 @@ def test_encoders_get_mixers(make: Any, inputs: dict[str, Any], grid: str, mixer
     assert len(report.replaced) == 2 and not report.left
     if mixer is None:
         assert all(f"LightNetAttention on {grid}" in x for x in report.replaced.values())
-    layers = [x for x in model.modules() if type(x).__name__ == "HiddenStatesMixer"]
+    layers = [x for x in model.modules() if type(x).__name__ == "EncoderMixer"]
     heard: list[tuple[Tensor, Tensor]] = []
     for layer in layers:
         layer.register_forward_hook(
@@ -65,18 +65,20 @@ def test_encoders_get_mixers(make: Any, inputs: dict[str, Any], grid: str, mixer
     assert all(x.grad is not None for layer in layers for x in layer.parameters())
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "lightnet"])
-def test_padding_is_hidden_from_the_mixers(implementation: str) -> None:
-    model = bert().eval()
+@pytest.mark.parametrize(
+    ("make", "implementation"), [(bert, "sdpa"), (bert, "eager"), (bert, "lightnet"), (modernbert, "lightnet")]
+)
+def test_padding_is_hidden(make: Any, implementation: str) -> None:
+    """From the mixers of BERT, and by the window both ways of ModernBERT."""
+    model = make().eval()
     replace_attention(model)
     model.set_attn_implementation(implementation)
     ids, mask = words(), padding(False)
     padded = model(input_ids=ids, attention_mask=mask).logits
-    alone = model(input_ids=ids[1:, :7]).logits
-    torch.testing.assert_close(padded[1:, :7], alone)
-    whole = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
-    with pytest.raises(ValueError, match=r"attention_mask \(2, 1, 9, 9\): LightNet has one memory"):
-        model(input_ids=ids, attention_mask=whole)
+    torch.testing.assert_close(padded[1:, :7], model(input_ids=ids[1:, :7]).logits)
+    triangle = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"attention_mask \(2, 1, 9, 9\)"):
+        model(input_ids=ids, attention_mask=triangle)
 
 
 def test_weights_are_the_start_where_shapes_agree() -> None:
@@ -90,13 +92,22 @@ def test_weights_are_the_start_where_shapes_agree() -> None:
         assert torch.equal(a, b)
 
 
-def test_layers_with_a_cache_get_the_implementation() -> None:
-    model, same = llama().eval(), llama().eval()
+@pytest.mark.parametrize(
+    ("make", "reason"), [(llama, "as it takes"), (clip, "as it is causal"), (modernbert, "as it takes")]
+)
+def test_layers_with_a_cache_or_a_causal_mask_get_the_implementation(make: Any, reason: str) -> None:
+    model, same = make().eval(), make().eval()
     same.load_state_dict(model.state_dict())
-    report = replace_attention(model)
-    assert "attention implementation 'lightnet'" in str(report)
+    report = str(replace_attention(model))
+    assert "attention implementation 'lightnet'" in report and reason in report
     same.set_attn_implementation("lightnet")
-    assert torch.equal(model(words()).logits, same(words()).logits)
+    inputs = {"input_ids": words(), "attention_mask": padding(False)}
+    assert torch.equal(model(**inputs)[0], same(**inputs)[0])
+
+
+def test_a_model_with_caches_generates_and_is_switched_as_one() -> None:
+    model = llama().eval()
+    replace_attention(model)
     told: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     plain = model.generate(words(), **told, use_cache=False)
     assert torch.equal(model.generate(words(), **told), plain)
@@ -105,19 +116,19 @@ def test_layers_with_a_cache_get_the_implementation() -> None:
     assert len(replace_attention(bart()).replaced) == 6
 
 
-def test_more_architectures_run() -> None:
-    sizes = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    gpt2 = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=64, **sizes)
-    distil = transformers.DistilBertConfig(dim=32, n_heads=4, n_layers=2, hidden_dim=40, **sizes)
-    for made, what in (
-        (transformers.GPT2Model(gpt2), "attention implementation"),
-        (transformers.DistilBertModel(distil), "LightNetAttention on the sequence"),
-    ):
-        report = replace_attention(made)
-        assert len(report.replaced) == 2 and not report.left
-        assert what in str(report)
-        given = {"input_ids": words(), "attention_mask": padding(False)}
-        assert torch.isfinite(made(**given)[0]).all()
+@pytest.mark.parametrize(
+    ("kind", "sizes", "expected"),
+    [
+        ("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2}, "attention implementation"),
+        ("DistilBert", {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 40}, "LightNetAttention on the sequence"),
+    ],
+)
+def test_projections_of_other_names(kind: str, sizes: dict[str, int], expected: str) -> None:
+    tokens = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes, **tokens))
+    report = replace_attention(model)
+    assert len(report.replaced) == 2 and not report.left and expected in str(report)
+    assert torch.isfinite(model(input_ids=words(), attention_mask=padding(False))[0]).all()
 
 
 @pytest.mark.parametrize(
@@ -125,6 +136,7 @@ def test_more_architectures_run() -> None:
     [
         (llama, mixers.GLA, "it takes (past_key_values|cache), position_embeddings, and a mixer"),
         (bart, mixers.GLA, "it takes key_value_states, and a mixer has no such thing"),
+        (clip, "GLA", "it is causal, and a mixer has no such thing"),
         (swin, None, "it has a bias on its scores, which LightNet attention cannot have"),
         (partial(other, "Beit", use_relative_position_bias=True), mixers.GLA, "a bias on its scores"),
         (t5, None, "it has a bias on its scores, which LightNet attention cannot have"),
@@ -137,14 +149,6 @@ def test_more_architectures_run() -> None:
 def test_what_cannot_be_replaced_is_named(make: Any, mixer: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         replace_attention(make(), mixer)
-
-
-def test_a_window_both_ways_hides_padding() -> None:
-    model = modernbert().eval()
-    assert "attention implementation 'lightnet'" in str(replace_attention(model))
-    ids, mask = words(), padding(False)
-    padded = model(input_ids=ids, attention_mask=mask).logits
-    torch.testing.assert_close(padded[1:, :7], model(input_ids=ids[1:, :7]).logits)
 
 
 @pytest.mark.parametrize("mixer", [None, mixers.LightNetAttention, mixers.Mamba])
@@ -161,17 +165,6 @@ def test_siglip2_pools_without_padding(mixer: Any) -> None:
     told = {"pixel_attention_mask": torch.ones(1, 4, dtype=torch.long)}
     alone = model(pixel_values=patches[1:, :4], spatial_shapes=shapes[1:], **told).pooler_output
     torch.testing.assert_close(padded[1:], alone)
-
-
-def test_causal_encoders_get_the_implementation() -> None:
-    model, same = clip().eval(), clip().eval()
-    same.load_state_dict(model.state_dict())
-    assert "as it is causal" in str(replace_attention(model))
-    same.set_attn_implementation("lightnet")
-    given = {"input_ids": words(), "attention_mask": padding(False)}
-    assert torch.equal(model(**given)[0], same(**given)[0])
-    with pytest.raises(ValueError, match="it is causal, and a mixer has no such thing"):
-        replace_attention(clip(), "GLA")
 
 
 def test_one_part_of_clip() -> None:
@@ -242,11 +235,11 @@ def test_unet_gets_processors_or_mixers() -> None:
 
 
 def test_mixers_in_a_unet_see_no_padding() -> None:
-    from ndlightnet.integrations.diffusers_attention import MixerAttention
+    from ndlightnet.integrations.tokens import HiddenStatesMixer
 
     model = unet()
     replace_attention(model, mixers.GLA)
-    layer = next(x for x in model.modules() if isinstance(x, MixerAttention))
+    layer = next(x for x in model.modules() if isinstance(x, HiddenStatesMixer))
     x = torch.randn(2, 9, 16)
     bias = torch.zeros(2, 1, 9)
     bias[:, :, 6:] = -10000
@@ -257,8 +250,9 @@ def test_mixers_in_a_unet_see_no_padding() -> None:
 
 def test_one_layer_of_flux() -> None:
     model = flux()
+    old = model.transformer_blocks[0].attn.processor  # which other layers may share
     report = replace_attention(model, where="transformer_blocks.*")
     assert [*report.replaced] == ["transformer_blocks.0.attn"]
     backends = [x.processor._attention_backend for x in model.modules() if hasattr(x, "processor")]
-    assert backends == ["lightnet", None]
+    assert backends == ["lightnet", None] and old._attention_backend is None
     assert isinstance(model.transformer_blocks[0].attn, nn.Module)

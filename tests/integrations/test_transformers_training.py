@@ -14,6 +14,18 @@ from ndlightnet.integrations import transformers as ours  # noqa: E402
 from .hugging_face import CASES, PACKED, bart, bert, llama, mistral, padding, prepare, vit, words  # noqa: E402
 
 
+def trained(model: Any, steps: int, lr: float, **inputs: Tensor) -> list[float]:
+    """The losses of a training."""
+    optimiser, losses = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr), []
+    for _ in range(steps):
+        loss = model(**inputs).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
 def test_vit_learns_without_norm_and_gate() -> None:
     torch.manual_seed(0)
     model = vit()
@@ -21,31 +33,15 @@ def test_vit_learns_without_norm_and_gate() -> None:
     labels = torch.arange(48) % 3
     images = 0.1 * torch.randn(48, 3, 12, 12)
     images[torch.arange(48), labels] += 1
-    optimiser = torch.optim.AdamW(model.parameters(), 3e-3)
-    losses = []
-    for _ in range(20):
-        loss = model(pixel_values=images, labels=labels).loss
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        losses.append(loss.item())
+    losses = trained(model, 20, 3e-3, pixel_values=images, labels=labels)
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_peft_trains_low_rank_parts() -> None:
+def test_peft_trains_low_rank_matrices() -> None:
     peft = pytest.importorskip("peft")
-    told = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
-    model = peft.get_peft_model(prepare(llama()).float(), told)
-    optimiser = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=0.02)
-    losses = []
-    for _ in range(8):
-        loss = model(input_ids=words(), labels=words()).loss
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert torch.isfinite(torch.tensor(losses)).all()
+    model = peft.get_peft_model(prepare(llama()).float(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    losses = trained(model, 8, 0.02, input_ids=words(), labels=words())
+    assert losses[-1] < losses[0] < float("inf")
 
 
 def test_accelerate_prepares_it() -> None:
@@ -74,13 +70,10 @@ def test_gradient_checkpointing_has_the_same_gradients() -> None:
     torch.testing.assert_close(gradients(), plain, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("Llama", marks=pytest.mark.slow),
-        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("BERT, padding", "Mistral, window")),
-    ],
-)
+MARKS = {"Llama": pytest.mark.slow, "BERT, padding": pytest.mark.exhaustive, "Mistral, window": pytest.mark.exhaustive}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in MARKS.items()])
 def test_compiles_in_one_graph(name: str) -> None:
     make, inputs = CASES[name]
     model = prepare(make()).float()
@@ -123,12 +116,12 @@ def test_for_trainer_finds_the_axis_of_the_classes() -> None:
     words_of, cells = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
     each = [nn.functional.cross_entropy(words_of[i], cells[i]) for i in range(2)]
     torch.testing.assert_close(ours.class_loss(words_of, cells), sum(each) / 2)
-    image, masks = torch.randn(2, 4, 3, 6), torch.randint(4, (2, 3, 6))
-    expected = nn.functional.cross_entropy(image, masks)
-    torch.testing.assert_close(ours.class_loss(image, masks), expected)
-    scores, labels = torch.randn(3, 3), torch.tensor([0, 2, 1])  # as many samples as classes
-    expected = nn.functional.cross_entropy(scores, labels)
-    torch.testing.assert_close(ours.class_loss(scores, labels), expected)
+    for scores, labels in (  # the last has as many samples as classes
+        (torch.randn(2, 4, 3, 6), torch.randint(4, (2, 3, 6))),
+        (torch.randn(3, 3), torch.tensor([0, 2, 1])),
+    ):
+        expected = nn.functional.cross_entropy(scores, labels)
+        torch.testing.assert_close(ours.class_loss(scores, labels), expected)
     for wrong in (torch.zeros(2, 9).long(), torch.zeros(2).long()):
         with pytest.raises(ValueError, match=r"labels .*, scores \(2, 5, 7\): expected labels"):
             ours.class_loss(words_of, wrong)

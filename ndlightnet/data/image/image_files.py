@@ -41,10 +41,9 @@ def of_any_size(act: Callable[..., T], *arguments: Any) -> T:
 
 @contextmanager
 def open_image(path: Path) -> Iterator[Any]:
-    """Yield Pillow's image of a file, not decoded: see `decode`. Of a photograph with previews
-    (MPO) it is the first. DataError for several pages, for more pixels than this machine's memory
-    holds as float32, and for TIFFs that lie on their side, whose white is 0 in floats or is not
-    told, or that have signed numbers of 8 bits."""
+    """Yield Pillow's image of a file, not decoded: see `decode`. Of a photograph with previews (MPO) it is the first.
+    DataError for several pages, for more pixels than this machine's memory holds as float32, and for TIFFs that lie on
+    their side, whose white is 0 in floats or is not told, or that have signed numbers of 8 bits."""
     opened: Any = of_any_size(Image.open, path)
     with opened as file:
         if (pages := getattr(file, "n_frames", 1)) > 1 and file.format != "MPO":

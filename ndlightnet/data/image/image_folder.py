@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,17 +168,10 @@ class FolderImages(Dataset[Sample]):
 def collate(samples: Sequence[Sample], space: Sequence[int], channels: int) -> tuple[Any, ...]:
     """Return a batch: images (batch, channels, *space) uint8, labels and numbers (batch,) int64 of
     the samples that could be read, the draw of the first one, the problems of all."""
-    good = [sample for sample in samples if sample.image is not None]
-    images = [sample.image for sample in good if sample.image is not None]
+    good = [(sample.image, sample.label, sample.number) for sample in samples if sample.image is not None]
     empty = torch.empty(0, channels, *space, dtype=torch.uint8)
-    return (
-        torch.stack(images) if images else empty,
-        torch.tensor([sample.label for sample in good], dtype=torch.int64),
-        torch.tensor([sample.number for sample in good], dtype=torch.int64),
-        samples[0].draw,
-        [line for sample in samples for line in sample.problems],
-    )
-
-
-def collate_of(space: Sequence[int], channels: int) -> Callable[..., tuple[Any, ...]]:
-    return partial(collate, space=space, channels=channels)
+    images = torch.stack([image for image, _, _ in good]) if good else empty
+    pairs = torch.tensor([pair for _, *pair in good], dtype=torch.int64)
+    labels, numbers = pairs.reshape(-1, 2).T.contiguous()
+    problems = [line for sample in samples for line in sample.problems]
+    return images, labels, numbers, samples[0].draw, problems

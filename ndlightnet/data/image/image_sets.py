@@ -1,9 +1,7 @@
-"""Labelled grey images, volumes and signals of one size, which fit into memory as bytes, and their
-batches.
+"""Labelled grey images, volumes and signals of one size, which fit into memory as bytes, and their batches.
 
-They come from a folder with the four IDX files of MNIST and similar sets, or from a file of
-MedMNIST, an npz with `{train,val,test}_images` (n, *space) and `{..}_labels` (n, 1); `val` may be
-missing.
+They come from a folder with the four IDX files of MNIST and similar sets, or from a file of MedMNIST, an npz with
+`{train,val,test}_images` (n, *space) and `{..}_labels` (n, 1); `val` may be missing.
 """
 
 from __future__ import annotations
@@ -43,31 +41,15 @@ class ImageSet:
 def read_images(path: str | Path) -> dict[str, ImageSet]:
     """Read the splits "train", "test" and, if present, "val" of a folder of IDX files or an npz.
 
-    DataError names the file that is missing, damaged, does not fit the others or holds images in
-    colour.
+    DataError names the file that is missing, damaged, does not fit the others or holds images in colour.
     """
     path = Path(path)
-    if path.is_dir():
-        arrays = {
-            (split, kind): read_idx(path / f"{file_name}-{kind}-idx{axes}-ubyte")
-            for split, file_name in IDX.items()
-            for kind, axes in (("images", 3), ("labels", 1))
-        }
-    else:
-        arrays = _read_npz(path)
+    arrays = _read_idx_folder(path) if path.is_dir() else _read_npz(path)
     splits = {}
-    for split in ("train", "val", "test"):
-        if (split, "images") not in arrays and split == "val":
-            continue
-        images, labels = arrays[split, "images"], arrays[split, "labels"]
-        if (
-            images.dtype != np.uint8
-            or images.ndim < 2
-            or not len(images)
-            or labels.dtype.kind not in "iu"
-            or labels.size != len(images)
-            or images.shape[1:] != arrays["train", "images"].shape[1:]
-        ):
+    for split, (images, labels) in arrays.items():
+        fit = labels.dtype.kind in "iu" and labels.size > 0 and images.shape[:1] == (labels.size,)
+        space = arrays["train"][0].shape[1:]
+        if images.dtype != np.uint8 or images.ndim < 2 or images.shape[1:] != space or not fit:
             raise DataError(
                 f"{path}: {split} has images {images.shape} {images.dtype} and labels "
                 f"{labels.shape} {labels.dtype}: expected uint8 images of one size, with one or "
@@ -103,16 +85,17 @@ def read_idx(path: Path) -> np.ndarray:
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
 
 
-def _read_npz(path: Path) -> dict[tuple[str, str], np.ndarray]:
+def _read_idx_folder(folder: Path) -> dict[str, list[np.ndarray]]:
+    files = ("images-idx3", "labels-idx1")
+    return {split: [read_idx(folder / f"{name}-{kind}-ubyte") for kind in files] for split, name in IDX.items()}
+
+
+def _read_npz(path: Path) -> dict[str, list[np.ndarray]]:
     if not path.is_file():
         raise DataError(f"{path}: no such file or folder")
     with readable(path), np.load(path, allow_pickle=False) as file:
-        return {
-            (split, kind): file[f"{split}_{kind}"]
-            for split in ("train", "val", "test")
-            for kind in ("images", "labels")
-            if split != "val" or "val_images" in file
-        }
+        splits = ("train", "val", "test") if "val_images" in file else ("train", "test")
+        return {split: [file[f"{split}_{kind}"] for kind in ("images", "labels")] for split in splits}
 
 
 def mean_and_std(images: Tensor) -> tuple[float, float]:
@@ -169,8 +152,7 @@ class ShuffledBatches(Batches):
     The random draws depend on `seed`, epoch and replica alone, not on the network that is trained.
 
     Args:
-        shift: largest shift in cells along every axis, either way. flips: axes to mirror, with
-            probability 1/2.
+        shift: largest shift in cells along every axis, either way. flips: axes to mirror, with probability 1/2.
     """
 
     def __init__(

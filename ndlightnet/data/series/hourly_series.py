@@ -143,8 +143,7 @@ def simple_forecasts(values: Tensor, horizon: int) -> dict[str, Tensor]:
 
 
 def window_errors(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return mean square and mean absolute error of each window: (batch, horizon, columns) ->
-    (batch, 2) float64."""
+    """Return mean square and mean absolute error of each window: (batch, horizon, columns) -> (batch, 2) float64."""
     difference = prediction.double() - target.double()
     return torch.stack([difference.square().mean((1, 2)), difference.abs().mean((1, 2))], -1)
 

@@ -69,9 +69,8 @@ class RandomWindows(Dataset[Tensor]):
 class Windows(Dataset[tuple[Tensor, int]]):
     """The text cut into windows: item i is (window (length + 1,) uint8, i).
 
-    A window ends in the byte that the next one begins with: each has `length` bytes to predict, and
-    every byte of the text but the first is predicted once. Bytes at the end that fill no window are
-    left out.
+    A window ends in the byte that the next one begins with: each has `length` bytes to predict, and every byte of the
+    text but the first is predicted once. Bytes at the end that fill no window are left out.
     """
 
     def __init__(self, text: Tensor, length: int) -> None:

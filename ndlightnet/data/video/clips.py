@@ -29,15 +29,13 @@ def open_for_clips(path: str | Path, frames: int, framing: Framing, device: str 
 class ClipDataset(torch.utils.data.Dataset[Item]):
     """Clips of labelled videos. Item i is (clips, label, i, problem).
 
-    Without `draw` these are the clips of `eval_clips`, (clips * crops, 3, frames, size, size),
-    always the same. With it, in training, it is one clip `draw(video)`, (3, frames, size, size); a
-    video that cannot be read is replaced by the next good one, and `problem`, else "", names it.
-    With `frames=1` a clip is a single frame.
+    Without `draw` these are the clips of `eval_clips`, (clips * crops, 3, frames, size, size), always the same. With
+    it, in training, it is one clip `draw(video)`, (3, frames, size, size); a video that cannot be read is replaced by
+    the next good one, and `problem`, else "", names it. With `frames=1` a clip is a single frame.
 
-    A video is decoded when it is needed, and held as bytes as long as there is room in `cache`: at
-    size 112, 65 kB for each frame of 4:3, 64 frames or four times those of a clip. Without room
-    only the frames of the clip are decoded: the same ones, but damage elsewhere is not noticed.
-    `device`: of `open_for_clips`.
+    A video is decoded when it is needed, and held as bytes as long as there is room in `cache`: at size 112, 65 kB for
+    each frame of 4:3, 64 frames or four times those of a clip. Without room only the frames of the clip are decoded:
+    the same ones, but damage elsewhere is not noticed. `device`: of `open_for_clips`.
     """
 
     def __init__(

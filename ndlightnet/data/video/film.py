@@ -2,11 +2,12 @@
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import product
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
@@ -18,9 +19,8 @@ HEIGHT, WIDTH = -3, -2  # axes of frames (..., height, width, 3)
 class Display(NamedTuple):
     """How stored frames are shown, as players do it: resized to square pixels, turned, mirrored.
 
-    aspect: width of a stored pixel / its height. The width of the frames is multiplied by it, the
-    height stays. transpose: then height and width are exchanged. flips: then these axes, HEIGHT or
-    WIDTH, are reversed.
+    aspect: width of a stored pixel / its height. The width of the frames is multiplied by it, the height stays.
+    transpose: then height and width are exchanged. flips: then these axes, HEIGHT or WIDTH, are reversed.
     """
 
     aspect: Fraction = Fraction(1)
@@ -66,6 +66,15 @@ def _matrix(frame: Any) -> Sequence[int]:
         return 1, 0, 0, 1
     a, b, _, c, d, *_ = struct.unpack("=9i", bytes(data))
     return a, b, c, d
+
+
+def converter() -> Callable[..., Tensor]:
+    """Return a function of a frame of PyAV, and of a width and height or of neither, that returns its
+    pixels (height, width, 3) uint8 RGB. PyAV 19 would give all frames one reformatter, whose threads stay."""
+    from av.video.reformatter import VideoReformatter
+
+    scale: Any = VideoReformatter()
+    return lambda frame, *size: torch.from_numpy(scale.reformat(frame, *size, format="rgb24").to_ndarray())
 
 
 def choose_film(file: Any, name: object) -> tuple[Any, Display, str]:

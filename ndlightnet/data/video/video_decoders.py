@@ -32,8 +32,7 @@ class TorchCodec:
 
 
 class Decord:
-    """The same by decord, which decodes on the CPU whatever the device. It has no packages for
-    ARM."""
+    """The same by decord, which decodes on the CPU whatever the device. It has no packages for ARM."""
 
     def __init__(self, path: Path, device: str = "cpu") -> None:
         import decord

@@ -6,7 +6,6 @@ the clips of a network. A file or folder that cannot be used raises DataError.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +18,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import NAMED, class_folders, class_names, list_files
 from ndlightnet.data.media import open_media
 from ndlightnet.data.threads import in_threads
-from ndlightnet.data.video.film import ORIENTATIONS, choose_film
+from ndlightnet.data.video.film import ORIENTATIONS, choose_film, converter
 from ndlightnet.data.video.video_decoders import Decoder, TorchCodec, decoders
 from ndlightnet.data.video.video_transforms import check_sides, even_indices, shrink
 
@@ -36,11 +35,10 @@ DECODED = 2**27  # bytes of full-size frames decoded at a time: bounds the memor
 class PyAVReader:
     """An open video: `len` in frames, `fps` in frames a second (0.0 where the file has none).
 
-    It decodes from the start to the last requested frame, so requests in order are quick. It never
-    seeks: containers without an index (MPEG-TS, MPEG-PS), open groups of pictures and intra refresh
-    silently give other frames after a seek than the file holds there. `seeks` holds the numbers of
-    the frames to which another reader may seek; it is empty if none should. `display` is how stored
-    frames are shown, `notes` has a line if the file holds several films.
+    It decodes from the start to the last requested frame, so requests in order are quick. It never seeks: containers
+    without an index (MPEG-TS, MPEG-PS), open groups of pictures and intra refresh silently give other frames after a
+    seek than the file holds there. `seeks` holds the numbers of the frames to which another reader may seek; it is
+    empty if none should. `display` is how stored frames are shown, `notes` has a line if the file holds several films.
 
     DataError for a missing file, a file without a film, or no frames.
     """
@@ -48,7 +46,9 @@ class PyAVReader:
     def __init__(self, path: str | Path) -> None:
         import av
 
-        self.path = _existing(path)
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise DataError(f"{path}: no such file")
         try:
             with open_media(str(self.path)) as file:
                 film, self.display, note = choose_film(file, self.path)
@@ -73,10 +73,7 @@ class PyAVReader:
         return self._length
 
     def _restart(self) -> None:
-        from av.video.reformatter import VideoReformatter
-
-        self._decoded = _decode(self.path)
-        self._scale = VideoReformatter()  # PyAV 19 gives all frames one, whose threads stay
+        self._decoded, self._to_rgb = _decode(self.path), converter()
         self._position = 0  # the number of the frame that `_decoded` gives next
 
     def frames(self, indices: Sequence[int]) -> Tensor:
@@ -85,7 +82,7 @@ class PyAVReader:
 
         IndexError for a number outside [0, len); DataError where the file is damaged there.
         """
-        stored = self.stored(indices)  # it finds the orientation
+        stored = self.stored(indices)  # which finds the orientation
         return self.display(stored)
 
     def stored(self, indices: Sequence[int]) -> Tensor:
@@ -103,8 +100,7 @@ class PyAVReader:
                     self._size = frame.width, frame.height
                     self.display = self.display.oriented(frame, self.path)
                 if number in chosen:
-                    scaled = self._scale.reformat(frame, *self._size, format="rgb24")
-                    chosen[number] = torch.from_numpy(scaled.to_ndarray())
+                    chosen[number] = self._to_rgb(frame, *self._size)
                 self._position = number + 1
         except (StopIteration, av.error.FFmpegError) as error:
             self._position = len(self)  # the next request starts over
@@ -151,11 +147,10 @@ def _decode(path: Path) -> Iterator[Any]:
 class SeekingReader:
     """Reader of the same frames by a decoder that seeks: quick for few frames of a long video.
 
-    DataError unless it finds as many frames as `reader` does, and the same ones at its first seek:
-    all convert colours alike, so that no value differs. Decoders apply the rotation of a display
-    matrix, but no mirrors: which orientation gives the stored frames is found there, too, and has
-    to be the only one. Only then a CUDA `device` decodes; there frames lie, whose values may differ
-    by CLOSE on average.
+    DataError unless it finds as many frames as `reader` does, and the same ones at its first seek: all convert colours
+    alike, so that no value differs. Decoders apply the rotation of a display matrix, but no mirrors: which orientation
+    gives the stored frames is found there, too, and has to be the only one. Only then a CUDA `device` decodes; there
+    frames lie, whose values may differ by CLOSE on average.
     """
 
     def __init__(self, reader: PyAVReader, decoder: Decoder, device: str = "cpu") -> None:
@@ -199,9 +194,8 @@ def quickest(reader: PyAVReader, count: int, device: str = "cpu") -> PyAVReader 
     """Return the quickest reader of about `count` frames of the video: `reader`, or one that seeks
     and gives the same frames.
 
-    As a seek takes as long as PyAV takes for dozens of frames, it has to skip at least every other
-    group of pictures. With a CUDA device it is used for any number of frames, for its colours are
-    not quite the same.
+    As a seek takes as long as PyAV takes for dozens of frames, it has to skip at least every other group of pictures.
+    With a CUDA device it is used for any number of frames, for its colours are not quite the same.
     """
     if reader.seeks and (device != "cpu" or 2 * count <= len(reader.seeks)):
         for decoder in decoders() if device == "cpu" else (TorchCodec,):
@@ -213,9 +207,8 @@ def quickest(reader: PyAVReader, count: int, device: str = "cpu") -> PyAVReader 
 
 
 class ThinVideo:
-    """A video of at most `max_frames` frames, evenly spaced in a longer file, that are decoded when
-    they are asked for: `video[indices]`, as of a tensor, is (frames, height, width, 3) uint8.
-    `notes`: of its reader.
+    """A video of at most `max_frames` frames, evenly spaced in a longer file, that are decoded when they are asked for:
+    `video[indices]`, as of a tensor, is (frames, height, width, 3) uint8. `notes`: of its reader.
 
     Decoding is slow: store what is needed again. DataError where the file cannot be used.
 
@@ -258,8 +251,7 @@ class Sample(NamedTuple):
     label: int
 
 
-@dataclass(frozen=True)
-class VideoFolder:
+class VideoFolder(NamedTuple):
     """Contents of a folder of videos; a label is an index into `classes`, which are sorted."""
 
     folder: Path
@@ -298,18 +290,6 @@ def check_videos(samples: Sequence[Sample]) -> list[str]:
     notes = [note for notes in checked for note in notes]
     more = [f"{len(notes) - NAMED} more notes on videos are like these"]
     return notes if len(notes) <= NAMED else notes[:NAMED] + more
-
-
-def load_video(path: str | Path, size: Sequence[int], max_frames: int) -> Tensor:
-    """Decode all frames of a `ThinVideo`: (frames, height, width, 3) uint8."""
-    return ThinVideo(path, size, max_frames)[:]
-
-
-def _existing(path: str | Path) -> Path:
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    return path
 
 
 def _checked(indices: Sequence[int], length: int) -> list[int]:

@@ -6,20 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.media import open_media
-from ndlightnet.data.video.film import choose_film
+from ndlightnet.data.video.film import choose_film, converter
 from ndlightnet.data.video.video_transforms import check_sides
 
 EARLY = 0.25  # of the time between two frames, by which a frame may come early: clocks jitter
 
 
 class Frame(NamedTuple):
-    """A frame: picture (height, width, 3) uint8 RGB, number in the video and time in seconds, both
-    from 0."""
+    """A frame: picture (height, width, 3) uint8 RGB, number in the video and time in seconds, both from 0."""
 
     number: int
     time: float
@@ -74,10 +72,8 @@ class VideoStream:
         self.notes = [note] if note else []
 
     def __iter__(self) -> Iterator[Frame]:
-        from av.video.reformatter import VideoReformatter
-
         number, first, now, slot = -1, 0.0, 0.0, -1
-        scale = VideoReformatter()  # PyAV 19 gives all frames one, whose threads stay
+        to_rgb = converter()
         step = 1 / float(self._film.average_rate or 25)
         for number, frame in enumerate(self._decoded()):
             if number == 0:
@@ -89,8 +85,7 @@ class VideoStream:
                 last, slot = slot, int((now + EARLY * step) * self.fps)
                 if slot == last:
                     continue
-            stored = torch.from_numpy(scale.reformat(frame, format="rgb24").to_ndarray())
-            picture = self._display(stored[None])[0]
+            picture = self._display(to_rgb(frame)[None])[0]
             check_sides(self.name, picture)
             yield Frame(number, now, picture)
         if number < 0:

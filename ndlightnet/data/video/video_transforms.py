@@ -64,8 +64,7 @@ def train_clip(video: Frames, frames: int, transform: Callable[[Tensor], Tensor]
 
 
 def plain_clip(video: Frames, frames: int, framing: Framing, hflip: bool = False) -> Tensor:
-    """Return the clip (3, frames, size, size) of `eval_clips`, with `hflip` flipped half of the
-    time."""
+    """Return the clip (3, frames, size, size) of `eval_clips`, with `hflip` flipped half of the time."""
     (clip,) = eval_clips(video, frames, framing)
     return v2.RandomHorizontalFlip()(clip) if hflip else clip
 
@@ -109,8 +108,7 @@ def eval_clips(video: Frames, frames: int, framing: Framing, clips: int = 1, cro
     random. video: of the size `framing.stored`.
 
     Each clip covers the whole video, and the clips are staggered evenly: together they take
-    clips * frames evenly spaced frames. crops: 1: from the middle; 3: and from both ends of the
-    long side.
+    clips * frames evenly spaced frames. crops: 1: from the middle; 3: and from both ends of the long side.
     """
     taken = [even_indices(len(video), frames, (clip + 0.5) / clips) for clip in range(clips)]
     places = [0.5] if crops == 1 else [crop / (crops - 1) for crop in range(crops)]

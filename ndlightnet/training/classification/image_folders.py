@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import class_names
 from ndlightnet.data.image import image_transforms
-from ndlightnet.data.image.image_folder import FolderImages, ImageFiles, collate_of, find_images, list_images, note_dark
+from ndlightnet.data.image.image_folder import FolderImages, ImageFiles, collate, find_images, list_images, note_dark
 from ndlightnet.data.image.image_transforms import MEAN, STD, Interpolation, RandAugment, mixing, seeded
 from ndlightnet.data.made.digits import make_coloured_digits
 from ndlightnet.training.core.data_module import LabelledData, held_out, limited
@@ -108,7 +109,7 @@ class ImageFolders(LabelledData):
         self.padding, self.hflip, self.random_erasing = padding, hflip, random_erasing
         self.train_limit = train_limit
         height, width = self.space
-        self.collate = collate_of(self.space, channels)
+        self.collate = partial(collate, space=self.space, channels=channels)
         self.evaluate = image_transforms.evaluation((height, width), crop_pct, interpolation)
         crop: Any = {"scale": None if padding else scale, "ratio": ratio, "padding": padding, "hflip": hflip}
         colours: Any = {"randaugment": randaugment, "color_jitter": color_jitter, "random_erasing": random_erasing}

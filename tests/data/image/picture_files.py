@@ -21,18 +21,8 @@ def write_tiff(
         data = cells.astype(cells.dtype.newbyteorder(order)).tobytes()
     data = zlib.compress(data) if packed else data
     kind = {"u": 1, "i": 2, "f": 3}[cells.dtype.kind]
-    tags = {
-        256: width,
-        257: height,
-        258: bits,
-        259: 8 if packed else 1,
-        262: photometric,
-        273: 8,
-        277: 1,
-        278: height,
-        279: len(data),
-        339: kind,
-    }
+    tags = {256: width, 257: height, 258: bits, 259: 8 if packed else 1, 262: photometric}
+    tags |= {273: 8, 277: 1, 278: height, 279: len(data), 339: kind}
     entries = [(tag, value) for tag, value in tags.items() if value is not None]
     data += bytes(len(data) % 2)
     out = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "I", 8 + len(data)) + data

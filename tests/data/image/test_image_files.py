@@ -112,18 +112,7 @@ def test_the_memory_limits_the_size_and_not_pillow(tmp_path, monkeypatch, ending
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5)
     image = read_image(path, 3)
     assert image.size == (6, 4) and image.getextrema() == ((255, 255),) * 3
-    crop = image_transforms.training(
-        (2, 2),
-        "bilinear",
-        scale=(0.9, 1),
-        ratio=(1.4, 1.6),
-        padding=0,
-        hflip=0,
-        randaugment=None,
-        color_jitter=0,
-        random_erasing=0,
-        fill=[],
-    )
+    crop = image_transforms.training((2, 2), "bilinear", scale=(0.9, 1), ratio=(1.4, 1.6))
     assert torch.equal(crop(image), torch.full((3, 2, 2), 255, dtype=torch.uint8))
     assert (numbers(path) == 255).all() and has_colours(path)
     assert Image.MAX_IMAGE_PIXELS == 5
@@ -135,18 +124,16 @@ def test_the_memory_limits_the_size_and_not_pillow(tmp_path, monkeypatch, ending
             read()
 
 
-@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA"])
-def test_a_label_of_equal_colours_is_grey(tmp_path, mode):
-    Image.fromarray(RAMP).convert(mode).save(tmp_path / "a.png")
-    np.testing.assert_array_equal(numbers(tmp_path / "a.png", label=True), RAMP)
-
-
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "CMYK"])
-def test_a_label_in_colours_is_refused(tmp_path, mode):
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "CMYK"])
+def test_a_label_is_grey_or_of_equal_colours(tmp_path, mode):
     path = tmp_path / "a.tif"
-    Image.fromarray(COLOURS).convert(mode).save(path)
-    with pytest.raises(DataError, match=f"^{path}: is a label in colours, expected whole numbers"):
-        open_label(path)
+    if mode != "CMYK":  # which mixes greys of several inks
+        Image.fromarray(RAMP).convert(mode).save(path)
+        np.testing.assert_array_equal(numbers(path, label=True), RAMP)
+    if mode not in ("L", "LA"):
+        Image.fromarray(COLOURS).convert(mode).save(path)
+        with pytest.raises(DataError, match=f"^{path}: is a label in colours, expected whole numbers"):
+            open_label(path)
 
 
 def test_a_label_with_a_palette_of_other_greys_gets_a_note(tmp_path):
@@ -188,20 +175,8 @@ def good_pictures(folder: Path) -> dict[str, tuple[np.ndarray, int]]:
     exif = Image.Exif()
     exif[0x0112] = 3
     put("turned.png", grey, RAMP[::-1, ::-1], exif=exif)
-    preview = Image.new("L", (3, 2))
-    put(
-        "phone.jpg",
-        Image.new("L", (6, 4), 50),
-        np.full((4, 6), 50),
-        off=3,
-        format="MPO",
-        save_all=True,
-        append_images=[preview],
-    )
-    for bits, cells in ((8, RAMP), (16, deep)):
-        for order, name in (("<", "little"), (">", "big")):
-            file = write_tiff(folder / f"white{bits}{name}.tif", cells, bits, 0, order)
-            shown[file.name] = np.stack([255 - RAMP] * 3, -1), 0
+    pages = {"format": "MPO", "save_all": True, "append_images": [Image.new("L", (3, 2))]}
+    put("phone.jpg", Image.new("L", (6, 4), 50), np.full((4, 6), 50), off=3, **pages)
     raw = np.linspace(0, 4095, 24).round().astype(np.uint16).reshape(4, 6)
     write_sbit(folder / "sbit.png", raw, 12)
     shown["sbit.png"] = np.stack([(raw / 4095 * 255).round()] * 3, -1), 0
@@ -214,13 +189,9 @@ def bad_pictures(folder: Path) -> dict[str, str]:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
     noise.save(png, "PNG")
     noise.save(jpeg, "JPEG")
-    for name, content in {
-        "text.png": b"hello",
-        "empty.tif": b"",
-        "cut.png": png.getvalue()[:3000],
-        "cut.jpg": jpeg.getvalue()[:1000],
-        "head.png": png.getvalue()[:20],
-    }.items():
+    contents = {"text.png": b"hello", "empty.tif": b"", "head.png": png.getvalue()[:20]}
+    contents |= {"cut.png": png.getvalue()[:3000], "cut.jpg": jpeg.getvalue()[:1000]}
+    for name, content in contents.items():
         (folder / name).write_bytes(content)
     grey = Image.fromarray(RAMP)
     for name, kind in (("pages.tif", "TIFF"), ("moving.png", "GIF")):
@@ -228,25 +199,14 @@ def bad_pictures(folder: Path) -> dict[str, str]:
     exif = Image.Exif()
     exif[0x0112] = 6
     grey.save(folder / "side.tif", exif=exif)
-    flat = RAMP / np.float32(255)
-    write_tiff(folder / "white.tif", flat, 32, 0)
-    write_tiff(folder / "untold.tif", RAMP, 8, None)
-    write_tiff(folder / "signed.tif", RAMP.astype(np.int8), 8, 1)
     huge = bytearray((folder / "grey.bmp").read_bytes())
     huge[18:26] = (2**30).to_bytes(4, "little") * 2
     (folder / "huge.bmp").write_bytes(huge)
     return {
-        "text.png": "cannot be read",
-        "empty.tif": "cannot be read",
-        "cut.png": "cannot be read",
-        "cut.jpg": "cannot be read",
-        "head.png": "cannot be read",
+        **dict.fromkeys(contents, "cannot be read"),
         "pages.tif": "has 2 pages",
         "moving.png": "has 2 pages",
         "side.tif": "orientation tag 6",
-        "white.tif": "has white as 0",
-        "untold.tif": "has no PhotometricInterpretation",
-        "signed.tif": "has signed numbers",
         "huge.bmp": "its header claims 1073741824 x",
     }
 

@@ -7,16 +7,8 @@ from PIL import Image
 
 from ndlightnet.data.image.image_transforms import RandAugment, central_crop, evaluation, mixing, seeded, training
 
-PLAIN = {
-    "scale": None,
-    "ratio": (3 / 4, 4 / 3),
-    "padding": 0,
-    "hflip": 0.0,
-    "randaugment": None,
-    "color_jitter": 0.0,
-    "random_erasing": 0.0,
-    "fill": (1, 2, 3),
-}
+PLAIN = {"scale": None, "fill": (1, 2, 3)}
+EVERYTHING = {"hflip": 0.5, "color_jitter": 0.4, "randaugment": RandAugment(2, 9, 11), "random_erasing": 0.5}
 rng = np.random.default_rng(0)
 
 
@@ -54,18 +46,10 @@ def test_a_crop_of_the_whole_image_ends_at_its_border(side):
 
 @pytest.mark.parametrize("sides", [(1, 1), (1, 3000), (3000, 1), (2, 2)])
 def test_absurd_sides(sides):
-    everything = {
-        **PLAIN,
-        "scale": (0.08, 1.0),
-        "hflip": 0.5,
-        "color_jitter": 0.4,
-        "randaugment": RandAugment(),
-        "random_erasing": 1.0,
-    }
     transforms = [
         evaluation((16, 16), 0.875, "bicubic"),
-        training((16, 16), "bicubic", **everything),
-        training((16, 16), "bicubic", **{**everything, "scale": None, "padding": 4}),
+        training((16, 16), "bicubic", **PLAIN | EVERYTHING | {"scale": (0.08, 1.0), "randaugment": RandAugment()}),
+        training((16, 16), "bicubic", **PLAIN | EVERYTHING, padding=4),
     ]
     for transform in transforms:
         assert transform(noise(*sides)).shape == (3, 16, 16)
@@ -74,16 +58,7 @@ def test_absurd_sides(sides):
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("scale, padding", [((0.2, 1.0), 0), (None, 3)])
 def test_everything_at_once_follows_from_the_seed(channels, scale, padding):
-    options = {
-        **PLAIN,
-        "scale": scale,
-        "padding": padding,
-        "hflip": 0.5,
-        "color_jitter": 0.4,
-        "randaugment": RandAugment(2, 9, 11),
-        "random_erasing": 0.5,
-        "fill": (9,) * channels,
-    }
+    options = {**EVERYTHING, "scale": scale, "padding": padding, "fill": (9,) * channels}
     transform, image = training((10, 8), "bilinear", **options), noise(20, 30, channels)
 
     def run(seed: int) -> torch.Tensor:
@@ -97,24 +72,24 @@ def test_everything_at_once_follows_from_the_seed(channels, scale, padding):
 def test_each_option_does_what_its_name_says():
     image = noise(12, 12)
     plain = evaluation((12, 12), 1.0, "bicubic")(image)
-    found = training((12, 12), "bicubic", **{**PLAIN, "hflip": 1.0})(image)
-    assert torch.equal(found, plain.flip(2))
-    found = training((12, 12), "bicubic", **{**PLAIN, "random_erasing": 1.0})(image)
-    erased = (found == torch.tensor([1, 2, 3], dtype=torch.uint8)[:, None, None]).all(0)
-    assert 1 <= erased.sum() < 80 and torch.equal(found[:, ~erased], plain[:, ~erased])
+    fill = torch.tensor([1, 2, 3], dtype=torch.uint8)[:, None, None]
+
+    def draw(**option: object) -> torch.Tensor:
+        return training((12, 12), "bicubic", **PLAIN, **option)(image)
+
+    assert torch.equal(draw(hflip=1.0), plain.flip(2))
+    erased_image = draw(random_erasing=1.0)
+    erased = (erased_image == fill).all(0)
+    assert 1 <= erased.sum() < 80 and torch.equal(erased_image[:, ~erased], plain[:, ~erased])
     torch.manual_seed(3)
-    found = training((12, 12), "bicubic", **{**PLAIN, "padding": 4})(image)
-    filled = (found == torch.tensor([1, 2, 3], dtype=torch.uint8)[:, None, None]).all(0)
-    assert filled.any() and not torch.equal(found, plain)
-    found = training((12, 12), "bicubic", **{**PLAIN, "color_jitter": 0.5})(image)
-    assert not torch.equal(found, plain)
+    padded = draw(padding=4)
+    assert (padded == fill).all(0).any() and not torch.equal(padded, plain)
+    assert not torch.equal(draw(color_jitter=0.5), plain)
     for magnitude, changed in ((0, False), (30, True)):
-        augment = RandAugment(1, magnitude)
-        transform = training((12, 12), "bicubic", **{**PLAIN, "randaugment": augment})
         torch.manual_seed(0)
-        found = torch.stack([transform(image) for _ in range(9)])
+        draws = torch.stack([draw(randaugment=RandAugment(1, magnitude)) for _ in range(9)])
         # some operations have no strength: AutoContrast and Equalize change noise hardly
-        assert ((found.float() - plain).abs().mean() > 20) == changed
+        assert ((draws.float() - plain).abs().mean() > 20) == changed
 
 
 def test_mixing_gives_soft_labels_from_the_seed():

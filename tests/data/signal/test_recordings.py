@@ -24,17 +24,13 @@ def folder(tmp_path, write_recordings):
     return tmp_path / "digits"
 
 
-def test_reading_is_lossless(tmp_path, write_recordings):
+def test_reading_is_lossless_and_the_first_takes_are_the_test(tmp_path, write_recordings):
     written = write_recordings(tmp_path)
     found = read_recordings(tmp_path)
     assert found.rate == 8000 and len(found.signals) == len(written) == 21
     for signal, expected in zip(found.signals, written, strict=True):
         assert signal.dtype == torch.int16 and np.array_equal(signal.numpy(), expected)
     assert found.digits[:4] == (0, 1, 2, 0) and found.takes[:4] == (0, 0, 0, 1)
-
-
-def test_the_first_takes_are_the_test(folder):
-    found = read_recordings(folder)
     train, test = found.split()
     assert sorted(train + test) == list(range(21))
     assert {found.takes[i] for i in test} == {0, 1, 2, 3, 4}
@@ -64,14 +60,8 @@ def test_a_folder_of_40_good_and_bad_sounds(tmp_path, write_flac):
                 wav(tmp_path / f"{8 * width}bits{channels}.wav", rng.bytes(2400), channels, width)
     write_flac(tmp_path / "stereo.flac", np.ones((2, 5000), np.int16))
     whole = (tmp_path / "5000.flac").read_bytes()
-    contents = {
-        "text.wav": b"hello" * 99,
-        "empty.wav": b"",
-        "empty.flac": b"",
-        "cut.flac": whole[: len(whole) // 2],
-        "head.flac": whole[:30],
-        "head.wav": (tmp_path / "8000_99.wav").read_bytes()[:30],
-    }
+    contents = {"text.wav": b"hello" * 99, "empty.wav": b"", "empty.flac": b"", "head.flac": whole[:30]}
+    contents |= {"cut.flac": whole[: len(whole) // 2], "head.wav": (tmp_path / "8000_99.wav").read_bytes()[:30]}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     wav(tmp_path / "silent.wav", b"")
@@ -147,21 +137,15 @@ def test_augmented_signals_differ_by_little():
     loudness = torch.stack([y.square().mean().sqrt() for y in made])
     assert loudness.min() > 0.3 and loudness.max() < 2.1 and loudness.std() > 0.1
 
-
-@pytest.mark.parametrize("samples", [1, 2, 7])
-def test_augment_leaves_something_of_the_shortest(samples):
-    for _ in range(20):
+    for samples in (1, 2, 7) * 20:  # something of the shortest is left
         y = augment(torch.ones(1, samples), 8000)
         assert y.shape[-1] >= 1 and y.any()
 
 
-@pytest.mark.parametrize("samples", [1, 31, 32, 33, 1000])
-def test_frames_of_a_spectrum(samples):
-    assert log_spectrum(torch.randn(1, samples), 64, 32).shape == (32, 1 + samples // 32)
-
-
 def test_spectrum_of_a_tone():
     """At 8 kHz, 64 samples tell 125 Hz apart: 1,000 Hz is the eighth, counted from 125 Hz."""
+    for samples in (1, 31, 32, 33, 1000):
+        assert log_spectrum(torch.randn(1, samples), 64, 32).shape == (32, 1 + samples // 32)
     tone = torch.sin(torch.arange(2000) * 2 * torch.pi * 1000 / 8000)[None]
     spectrum = log_spectrum(2**0.5 * tone, 64, 32)
     assert (spectrum[:, 2:-2].argmax(0) == 7).all()

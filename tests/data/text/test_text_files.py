@@ -42,37 +42,22 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
     with pytest.raises(DataError, match=f"^{tmp_path / name}: {message}"):
         read_bytes(tmp_path / name)
 
-
-def test_files_that_are_not_there(tmp_path):
     for path in (tmp_path / "none.xz", tmp_path):
         with pytest.raises(DataError, match=f"^{path}: no such file$"):
             read_bytes(path)
 
 
-def test_split_is_of_the_text_in_order():
-    text = torch.arange(200, dtype=torch.uint8)
-    train, val, test = split(text, (0.9, 0.05, 0.05))
-    assert train.tolist() == list(range(180))
-    assert val.tolist() == list(range(180, 190)) and test.tolist() == list(range(190, 200))
-
-
-@pytest.mark.parametrize(
-    "fractions, sizes",
-    [
-        ((0.9, 0.05, 0.05), (90_000_000, 5_000_000, 5_000_000)),
-        ((0.9, 0.0, 0.1), (90_000_000, 0, 10_000_000)),
-        ((0.7, 0.1, 0.2), (70_000_000, 10_000_000, 20_000_000)),  # their sum in floats is 1 - 1e-16
-    ],
-)
-def test_split_of_enwik8(fractions, sizes):
-    text = torch.zeros((), dtype=torch.uint8).expand(10**8)
-    assert tuple(map(len, split(text, fractions))) == sizes
-
-
-@pytest.mark.parametrize("fractions", [(0.9, 0.1), (0.9, 0.1, 0.1), (1.1, -0.1, 0.0)])
-def test_split_that_is_none(fractions):
-    with pytest.raises(DataError, match=r"^fractions=\(.*add up to 1$"):
-        split(torch.zeros(10, dtype=torch.uint8), fractions)
+@pytest.mark.parametrize("fractions", [(0.9, 0.05, 0.05), (0.9, 0.0, 0.1), (0.7, 0.1, 0.2)])
+def test_split_is_of_the_text_in_order(fractions):
+    """The sum of the last is 1 - 1e-16 in floats."""
+    text = torch.arange(180, dtype=torch.uint8)
+    shares = split(text, fractions)
+    assert torch.equal(torch.cat(shares), text)
+    for length, pieces in ((180, shares), (10**8, split(torch.zeros(1, dtype=torch.uint8).expand(10**8), fractions))):
+        assert [len(piece) for piece in pieces] == [round(length * fraction) for fraction in fractions]
+    for wrong in ((0.9, 0.1), (0.9, 0.1, 0.1), (1.1, -0.1, 0.0)):
+        with pytest.raises(DataError, match=r"^fractions=\(.*add up to 1$"):
+            split(text, wrong)
 
 
 def test_random_windows_are_pieces_of_equal_parts():
@@ -138,10 +123,5 @@ def test_windows_predict_every_byte_but_the_first_once(length):
     assert all(window.shape == (length + 1,) for window, _ in items)
     predicted = torch.cat([window[1:] for window, _ in items]).tolist()
     assert predicted == list(range(1, 1 + length * len(items)))
-    seen = torch.cat([window[:-1] for window, _ in items]).tolist()
-    assert seen == list(range(length * len(items)))
-
-
-def test_text_too_short_for_a_window():
-    assert len(Windows(torch.zeros(5, dtype=torch.uint8), 5)) == 0
-    assert len(Windows(torch.zeros(0, dtype=torch.uint8), 5)) == 0
+    assert torch.cat([window[:-1] for window, _ in items]).tolist() == list(range(length * len(items)))
+    assert len(Windows(text[:length], length)) == len(Windows(text[:0], length)) == 0

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from ndlightnet.data.video.video_decoders import decoders
-from ndlightnet.data.video.video_files import PyAVReader, SeekingReader, quickest
+from ndlightnet.data.video.video_files import PyAVReader, SeekingReader, ThinVideo, quickest
 
 HEIGHT, WIDTH, FRAMES = 48, 128, 50
 SEEKING = bool(decoders())
@@ -32,22 +32,18 @@ STEP, BAR, COUNT = 4, 8, 40
 HANGS = 600  # seconds after which a test that would never end is ended
 
 
+FAST = {"movflags": "faststart"}
+
+
 def encode(path: Path, pictures: np.ndarray, **options: str) -> Path:
     """(frames, height, width, 3) uint8 -> H.264."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with av.open(str(path), "w", options={"movflags": "faststart"}) as file:
-        stream = file.add_stream("libx264", rate=25)
-        stream.height, stream.width = pictures.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        stream.options = {"qp": "10", **options}
-        stream.codec_context.thread_count = 1
-        if len(pictures) == 0:
-            file.start_encoding()
-            return path
-        for picture in pictures:
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        file.mux(stream.encode())
-    return path
+    return write_film(path, pictures, options={"qp": "10", **options}, flags=FAST)
+
+
+def load(path: Path, size: Sequence[int], max_frames: int) -> Tensor:
+    """All frames of a `ThinVideo`."""
+    return ThinVideo(path, size, max_frames)[:]
 
 
 def write_film(
@@ -63,16 +59,18 @@ def write_film(
     times: Sequence[int] | None = None,
     second: np.ndarray | None = None,
     default: Sequence[int] = (1, 0),
+    rotation: tuple[int, bool] = (0, False),
     sound: bool = False,
     cover: bytes = b"",
 ) -> Path:
     """Films (frames, height, width, 3 or 4) uint8 of `codec`, 25 frames a second, in one file.
 
     options, flags: of codec and container; aspect: of pixels, width / height; times: of frames, of
-    25 a second; second: another film; default: the default flags of the two; sound: with silence;
-    cover: a JPEG of 640 x 480. No pictures: sound or cover alone.
+    25 a second; second: another film; default: the default flags of the two; rotation: degrees
+    anticlockwise, and whether it is mirrored; sound: with silence; cover: a JPEG of 640 x 480. No
+    pictures: sound or cover alone, or a film without frames.
     """
-    films = [p for p in (pictures, second) if p is not None and len(p)]
+    films = [p for p in (pictures, second) if p is not None and (len(p) or not (sound or cover))]
     with av.open(str(path), "w", format=container, options=flags or {}) as file:
         encoders = []
         for film, flag in zip(films, default, strict=False):
@@ -81,9 +79,14 @@ def write_film(
             stream.pix_fmt, stream.options = pix_fmt, options or {}
             stream.codec_context.sample_aspect_ratio = Fraction(aspect)
             stream.codec_context.thread_count = 1
+            if rotation != (0, False):
+                stream.set_display_rotation(rotation[0], hflip=rotation[1])
             if len(films) > 1:
                 stream.disposition = flag * av.stream.Disposition.default.value
             encoders.append(stream)
+        if films and not len(films[0]):
+            file.start_encoding()
+            return path
         silence = (
             file.add_stream("flac" if path.suffix == ".flac" else "aac", rate=8000, layout="mono") if sound else None
         )
@@ -210,24 +213,18 @@ def moving_bar(path: Path, codec: str, options: dict[str, str], container: str |
     """A bar that moves by STEP pixels from frame to frame, from the frame `still` on."""
     if codec not in av.codecs_available:
         pytest.skip(f"this PyAV has no {codec}")
-    with av.open(str(path), "w", format=container) as file:
-        stream = file.add_stream(codec, rate=25)
-        stream.height, stream.width, stream.pix_fmt = 96, STEP * COUNT + 2 * BAR, "yuv420p"
-        stream.options = options
-        stream.codec_context.thread_count = 1
-        for number in range(COUNT):
-            picture = np.full((stream.height, stream.width, 3), 30, np.uint8)
-            place = STEP * max(number, still)
-            picture[:, place : place + BAR] = 230
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        file.mux(stream.encode())
-    return path
+    pictures = np.full((COUNT, 96, STEP * COUNT + 2 * BAR, 3), 30, np.uint8)
+    for number, picture in enumerate(pictures):
+        place = STEP * max(number, still)
+        picture[:, place : place + BAR] = 230
+    return write_film(path, pictures, codec, options=options, container=container)
 
 
-def remux(source: Path, path: Path, first: int = 0, early: int = 0) -> Path:
-    """The packets of `source` from `first` on, `early` frames earlier."""
+def remux(source: Path, path: Path, first: int = 0, early: int = 0, title: str = "", rotate: str = "") -> Path:
+    """The packets of `source` from `first` on, `early` frames earlier, with a title or a tag "rotate"."""
     with av.open(str(source)) as old, av.open(str(path), "w") as new:
         stream = new.add_stream_from_template(old.streams.video[0])
+        new.metadata["title"], stream.metadata["rotate"] = title, rotate
         packets = [packet for packet in old.demux(video=0) if packet.size > 0]
         for packet in packets[first:]:
             shift = round(early / 25 / packet.time_base)

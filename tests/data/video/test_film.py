@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -20,7 +18,7 @@ from ndlightnet.data.video.video_decoders import Decoder, decoders
 from ndlightnet.data.video.video_files import PyAVReader, Sample, SeekingReader, check_videos, quickest
 from ndlightnet.data.video.video_stream import VideoStream
 
-from .made_videos import MATRICES, as_shown, decoded, each_decoder, encode, jpeg, pour, set_matrix, write_film
+from .made_videos import MATRICES, as_shown, decoded, each_decoder, encode, jpeg, pour, remux, set_matrix, write_film
 
 ASPECTS = [Fraction(1), Fraction(3), Fraction(8, 9), Fraction(1, 2)]
 
@@ -66,23 +64,13 @@ def test_every_reader_shows_a_film_as_its_file_says(
 
 @pytest.mark.parametrize("mirror", [False, True])
 @pytest.mark.parametrize("quarters", range(4))
-def test_the_orientations_of_matroska(tmp_path: Path, quarters: int, mirror: bool) -> None:
-    path = tmp_path / "a.mkv"
-    with av.open(str(path), "w") as file:
-        stream = file.add_stream("libx264", rate=25)
-        stream.height, stream.width, stream.pix_fmt = 32, 96, "yuv420p"
-        stream.set_display_rotation(90 * quarters, hflip=mirror)
-        for picture in pictures():
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        file.mux(stream.encode())
+def test_the_orientations_of_matroska_in_files_and_pipes(tmp_path: Path, quarters: int, mirror: bool) -> None:
+    """Anticlockwise, as numpy does."""
+    path = write_film(tmp_path / "a.mkv", pictures(30), rotation=(90 * quarters, mirror), sound=True, cover=jpeg())
     right = np.rot90(decoded(path), quarters, axes=(1, 2))[:, :, :: -1 if mirror else 1]
-    assert torch.equal(PyAVReader(path).frames(range(6)), torch.from_numpy(right.copy()))
-
-
-def test_a_pipe_is_shown_alike(tmp_path: Path) -> None:
-    path = write_film(tmp_path / "a.mkv", pictures(30), aspect=3, sound=True, cover=jpeg())
     writer = pour(path.read_bytes(), tmp_path / "pipe")
-    assert torch.equal(streamed(tmp_path / "pipe"), PyAVReader(path).frames(range(30)))
+    for frames in (streamed(tmp_path / "pipe"), PyAVReader(path).frames(range(30))):
+        assert torch.equal(frames, torch.from_numpy(right.copy()))
     writer.join(20)
 
 
@@ -101,14 +89,8 @@ def test_frames_that_look_alike_in_two_orientations_prove_no_decoder(tmp_path: P
 def test_a_tag_that_only_decord_follows(tmp_path: Path) -> None:
     film = pictures(8)
     film[:4] = 0
-    source, path = encode(tmp_path / "a.mp4", film, g="2"), tmp_path / "a.mkv"
-    with av.open(str(source)) as old, av.open(str(path), "w") as new:
-        stream = new.add_stream_from_template(old.streams.video[0])
-        stream.metadata["rotate"] = "180"
-        for packet in old.demux(video=0):
-            if packet.size:
-                packet.stream = stream
-                new.mux(packet)
+    source = encode(tmp_path / "a.mp4", film, g="2")
+    path = remux(source, tmp_path / "a.mkv", rotate="180")
     frames = quickest(PyAVReader(path), 1).frames(range(8))
     assert torch.equal(frames, torch.from_numpy(decoded(source)))
 
@@ -131,16 +113,25 @@ def test_a_decoder_that_turns_nothing_is_turned(tmp_path: Path, monkeypatch: pyt
     assert torch.equal(opened.frames([5, 0]), PyAVReader(path).frames([5, 0]))
 
 
-def test_rotations_beside_data_that_pyav_has_no_name_for() -> None:
-    class Frame(SimpleNamespace):
+@pytest.mark.parametrize("matrix", [False, True])
+@pytest.mark.parametrize("degrees", [-180, -90, 0, 90, 180])
+def test_both_ways_in_which_a_frame_says_how_it_is_turned(degrees: int, matrix: bool) -> None:
+    """Its display matrix, and where PyAV cannot read that, its rotation: anticlockwise, in degrees."""
+    turn = np.radians(degrees)
+    a, b, c, d = (round(65536 * value) for value in (np.cos(turn), -np.sin(turn), np.sin(turn), np.cos(turn)))
+
+    class Frame:
+        rotation = degrees
+
         @property
-        def side_data(self) -> None:
-            raise ValueError("31 is not a valid Type")
+        def side_data(self) -> dict[str, bytes]:
+            if not matrix:
+                raise ValueError("31 is not a valid Type")
+            return {"DISPLAYMATRIX": np.array([a, b, 0, c, d, 0, 0, 0, 1 << 30], np.int32).tobytes()}
 
     frames = torch.from_numpy(pictures(1))
-    for rotation in (-180, -90, 0, 90, 180):
-        display = Display().oriented(Frame(rotation=rotation), "a.avi")
-        assert torch.equal(display(frames), torch.rot90(frames, rotation // 90, (1, 2)))
+    display = Display().oriented(Frame(), "a.mp4")
+    assert torch.equal(display(frames), torch.rot90(frames, degrees // 90, (1, 2)))
 
 
 @pytest.mark.parametrize("cover", [jpeg(), b"no picture"])
@@ -152,24 +143,16 @@ def test_sound_with_a_cover_is_a_good_sound(tmp_path: Path, cover: bytes) -> Non
 NEITHER, BOTH = (0, 0), (1, 1)
 
 
-@pytest.mark.parametrize(
-    "name, default, taken",
-    [
-        ("a.mp4", (1, 0), 0),
-        ("a.mp4", (0, 1), 1),
-        ("a.mp4", BOTH, 1),
-        ("a.mkv", (1, 0), 0),
-        ("a.mkv", (0, 1), 1),
-        ("a.mkv", BOTH, 1),
-        ("a.mkv", NEITHER, 1),
-    ],
-)
+FLAGS = [("mp4", (1, 0)), ("mp4", (0, 1)), ("mp4", BOTH), ("mkv", (1, 0)), ("mkv", BOTH), ("mkv", NEITHER)]
+
+
+@pytest.mark.parametrize("ending, default", FLAGS)
 def test_of_several_films_the_default_one_else_the_largest(
-    tmp_path: Path, name: str, default: tuple[int, int], taken: int
+    tmp_path: Path, ending: str, default: tuple[int, int]
 ) -> None:
     """The second one is the largest."""
-    films = pictures(6, 32, 96), 255 - pictures(7, 48, 112)
-    path = write_film(tmp_path / name, films[0], second=films[1], default=default, options={"g": "2"})
+    films, taken = (pictures(6, 32, 96), 255 - pictures(7, 48, 112)), int(default != (1, 0))
+    path = write_film(tmp_path / f"a.{ending}", films[0], second=films[1], default=default, options={"g": "2"})
     right = torch.from_numpy(decoded(path, taken))
     opened = quickest(PyAVReader(path), 1)
     size = f"{right.shape[2]} x {right.shape[1]}"

@@ -1,7 +1,5 @@
 """FrameCache: what was put comes back, in every process, within the limit."""
 
-import gc
-
 import pytest
 import torch
 
@@ -36,13 +34,6 @@ def test_it_stays_within_its_limit():
     assert [cache.get(number) is not None for number in range(4)] == [True, True, False, False]
     assert cache.path.stat().st_size == 54
     assert cache.fits(46) and not cache.fits(47)
-    none = FrameCache(1, 0)
-    none.put(0, values[0])
-    assert none.get(0) is None
-
-
-def no_room(*_):
-    raise OSError(28, "No space left on device")
 
 
 def test_a_full_disk_holds_no_more(monkeypatch):
@@ -61,7 +52,7 @@ def _fill(cache, values, numbers):
         cache.put(number, values[number])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_processes_share_it(method):
     if method not in torch.multiprocessing.get_all_start_methods():
         pytest.skip(f"no {method} here")
@@ -82,5 +73,4 @@ def test_the_file_goes_with_the_cache():
     path = cache.path
     assert path.exists()
     del cache
-    gc.collect()
     assert not path.exists()

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.video.video_files import ENDINGS, PyAVReader, find_videos, load_video, quickest
+from ndlightnet.data.video.video_files import ENDINGS, PyAVReader, find_videos, quickest
 from ndlightnet.data.video.video_stream import VideoStream
 from ndlightnet.training import VideoData
 
-from .made_videos import as_shown, cover_first, encode, jpeg, set_matrix, write_film
+from .made_videos import FAST, as_shown, cover_first, encode, jpeg, load, set_matrix, write_film
 
 FRAMES, HEIGHT, WIDTH = 6, 48, 96
-FAST = {"movflags": "faststart"}
 SHARP = {"qp": "6", "g": "2", "bf": "0"}
 VPX = {"crf": "4", "b": "4M", "cpu-used": "8"}
 SCALED = {"flags": "+qscale", "global_quality": "236"}  # for codecs without qp
@@ -171,7 +170,7 @@ def test_a_good_video_is_what_was_drawn(folder: Path, name: str) -> None:
     assert (frames.float() - right).abs().mean((1, 2, 3)).max() < 3
     assert torch.equal(quickest(reader, 1).frames([len(reader) - 1, 0]), frames[[-1, 0]])
     assert torch.equal(torch.stack([frame.picture for frame in VideoStream(path)]), frames)
-    assert torch.equal(load_video(path, list(right.shape[1:3]), 99), frames)
+    assert torch.equal(load(path, list(right.shape[1:3]), 99), frames)
 
 
 def test_prediction_goes_through_the_folder(folder: Path) -> None:
@@ -186,7 +185,7 @@ def test_prediction_goes_through_the_folder(folder: Path) -> None:
 def test_a_bad_video_is_one_line(folder: Path, name: str) -> None:
     path, words = folder / name, BAD[name][1]
     with pytest.raises(DataError) as error:
-        load_video(path, [16], 99)
+        load(path, [16], 99)
     assert str(error.value).startswith(f"{path}: ") and words in str(error.value)
     assert "\n" not in str(error.value)
     if name == "cut.mp4":  # a stream gives what it can

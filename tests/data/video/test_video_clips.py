@@ -18,19 +18,9 @@ from ndlightnet.data.video.video_transforms import Framing, plain_clip, to_pixel
 
 from .made_videos import counting, encode, numbers
 
-PLAIN = {
-    "scale": (0.5, 1.0),
-    "hflip": False,
-    "rotation": 0,
-    "randaugment": None,
-    "color_jitter": 0.2,
-    "grayscale": 0,
-    "random_erasing": 0,
-}
 
-
-def random_clips(frames: int, size: int, **options):
-    return partial(train_clip, frames=frames, transform=training(size, **PLAIN | options))
+def random_clips(frames: int, size: int):
+    return partial(train_clip, frames=frames, transform=training(size, scale=(0.5, 1.0), color_jitter=0.2))
 
 
 @pytest.fixture(scope="module")
@@ -61,31 +51,21 @@ def test_train_clips(samples, frames):
     assert torch.equal(first, data[0][0])
 
 
-def test_test_clips(samples):
-    data = ClipDataset(samples, 5, Framing(42), clips=2)
-    (clips, label, index, problem), again = data[0], data[0]
-    assert clips.shape == (2, 3, 5, 42, 42) and (label, index, problem) == (4, 0, "")
-    assert torch.equal(clips, again[0])
-    # 5 parts of 10 frames; the clips lie at a quarter and at three quarters of each part
-    assert numbers(to_pixels(clips[0])) == [2, 12, 22, 32, 42]
-    assert numbers(to_pixels(clips[1])) == [7, 17, 27, 37, 47]
-
-
-def test_three_crops_of_each_clip(samples):
-    clips = ClipDataset(samples, 5, Framing(42), clips=2, crops=3)[0][0]
-    assert clips.shape == (6, 3, 5, 42, 42)
-    assert [numbers(to_pixels(clip))[0] for clip in clips] == [2, 7] * 3
-
-
-def test_single_frames(samples):
-    clips = ClipDataset(samples, 1, Framing(42), clips=5)[0][0]
-    assert clips.shape == (5, 3, 1, 42, 42)
-    assert numbers(to_pixels(torch.cat(list(clips), dim=1))) == [5, 15, 25, 35, 45]
-
-
-def test_a_short_video_repeats_frames_evenly(samples):
-    clips = ClipDataset(samples, 6, Framing(32))[1][0]
-    assert numbers(to_pixels(clips[0])) == [0, 0, 1, 1, 2, 2]
+@pytest.mark.parametrize(
+    "number, frames, clips, crops, expected",
+    [
+        # 5 fifths of 10 frames; the clips lie at a quarter and at three quarters of each
+        (0, 5, 2, 1, [[2, 12, 22, 32, 42], [7, 17, 27, 37, 47]]),
+        (0, 5, 2, 3, [[2, 12, 22, 32, 42], [7, 17, 27, 37, 47]] * 3),
+        (0, 1, 5, 1, [[5], [15], [25], [35], [45]]),
+        (1, 6, 1, 1, [[0, 0, 1, 1, 2, 2]]),  # a short video repeats its frames
+    ],
+)
+def test_clips_of_a_test(samples, number, frames, clips, crops, expected):
+    data = ClipDataset(samples, frames, Framing(42), clips=clips, crops=crops)
+    x, *others = data[number]
+    assert x.shape == (clips * crops, 3, frames, 42, 42) and others == [samples[number].label, number, ""]
+    assert [numbers(to_pixels(clip)) for clip in x] == expected and torch.equal(data[number][0], x)
 
 
 def counted_loads(monkeypatch) -> list[Path]:
@@ -95,27 +75,15 @@ def counted_loads(monkeypatch) -> list[Path]:
     return found
 
 
-def test_a_video_is_decoded_once_and_when_it_is_needed(samples, monkeypatch):
+@pytest.mark.parametrize("cache, visits", [(2**32, 1), (100, 3)])
+def test_a_video_is_decoded_when_it_is_needed_and_once_if_there_is_room(samples, monkeypatch, cache, visits):
+    """Also one that comes up twice."""
     loads = counted_loads(monkeypatch)
-    data = ClipDataset(samples, 4, Framing(28))
+    data = ClipDataset([*samples, samples[1]], 4, Framing(28), cache=cache)
     assert loads == []
-    first = data[1][0]
-    assert torch.equal(data[1][0], first) and loads == [samples[1].path]
-
-
-def test_a_video_that_comes_up_twice_is_decoded_once(samples, monkeypatch):
-    loads = counted_loads(monkeypatch)
-    data = ClipDataset([*samples, samples[1]], 4, Framing(28))
-    first, again = data[1], data[2]
-    assert torch.equal(first[0], again[0]) and (first[2], again[2]) == (1, 2)
-    assert loads == [samples[1].path]
-
-
-def test_without_room_every_visit_decodes(samples, monkeypatch):
-    loads = counted_loads(monkeypatch)
-    small = ClipDataset(samples, 4, Framing(28), cache=100)
-    assert torch.equal(small[1][0], small[1][0]) and loads == [samples[1].path] * 2
-    assert torch.equal(small[1][0], ClipDataset(samples, 4, Framing(28))[1][0])
+    first, same, again = data[1], data[1], data[2]
+    assert torch.equal(first[0], same[0]) and torch.equal(first[0], again[0]) and (first[2], again[2]) == (1, 2)
+    assert loads == [samples[1].path] * visits
 
 
 @pytest.mark.parametrize("mode", ["center", "squash"])
@@ -188,20 +156,12 @@ def test_wrong_arguments(samples):
 
 
 def test_clips_without_augmentation_are_those_of_a_test(samples):
-    """In training, too: for a network that generates them."""
+    """In training, too, perhaps mirrored: for a network that generates them."""
     framing = Framing(28)
-
-    def plain(hflip):
-        draw = partial(plain_clip, frames=4, framing=framing, hflip=hflip)
-        return ClipDataset(samples, 4, framing, draw=draw)
-
-    for number in range(len(samples)):
-        clip, *others = plain(False)[number]
-        (same,), *wanted = ClipDataset(samples, 4, framing)[number]
-        assert torch.equal(clip, same) and others == wanted
+    plain = ClipDataset(samples, 4, framing, draw=partial(plain_clip, frames=4, framing=framing))
+    (one,), *others = ClipDataset(samples, 4, framing)[0]
+    assert torch.equal(plain[0][0], one) and plain[0][1:] == tuple(others)
     torch.manual_seed(0)
-    flipped, one = plain(True), plain(False)[0][0]
-    found = [flipped[0][0] for _ in range(20)]
-    both = [one, one.flip(-1)]
-    assert all(any(torch.equal(clip, other) for other in both) for clip in found)
-    assert any(torch.equal(clip, both[1]) for clip in found)
+    video = torch.randint(256, (9, 32, 40, 3), dtype=torch.uint8)
+    one, draws = plain_clip(video, 4, framing), [plain_clip(video, 4, framing, hflip=True) for _ in range(20)]
+    assert {(torch.equal(x, one), torch.equal(x, one.flip(-1))) for x in draws} == {(True, False), (False, True)}

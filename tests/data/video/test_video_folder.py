@@ -13,10 +13,10 @@ import torch
 import ndlightnet.data.video.video_files as video
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.media import open_media
-from ndlightnet.data.video.video_files import PyAVReader, Sample, check_videos, load_video
+from ndlightnet.data.video.video_files import PyAVReader, Sample, check_videos
 from ndlightnet.data.video.video_stream import VideoStream
 
-from .made_videos import FRAMES, HEIGHT, WIDTH, encode, numbers
+from .made_videos import FRAMES, HEIGHT, WIDTH, encode, load, numbers, remux
 
 
 def test_a_hole_in_a_file(tmp_path: Path) -> None:
@@ -41,14 +41,6 @@ def test_check_names_the_first_bad_file(tmp_path: Path, counted: Path) -> None:
         check_videos([good, Sample(tmp_path / "1.mp4", 0), good, Sample(tmp_path / "2.mp4", 0)])
 
 
-@pytest.mark.parametrize("max_frames, expected", [(99, list(range(50))), (5, [5, 15, 25, 35, 45])])
-def test_load_video(counted: Path, max_frames: int, expected: list[int]) -> None:
-    loaded = load_video(counted, [12], max_frames=max_frames)
-    assert loaded.dtype == torch.uint8 and loaded.is_contiguous()
-    assert loaded.shape == (len(expected), 12, 32, 3)
-    assert numbers(loaded) == expected
-
-
 def test_frames_of_two_sizes_come_in_the_first_one(tmp_path: Path) -> None:
     """Black ones of 128 x 96 pixels, then white ones of 64 x 48."""
     path = tmp_path / "a.avi"
@@ -70,7 +62,7 @@ def test_frames_of_two_sizes_come_in_the_first_one(tmp_path: Path) -> None:
     reader = PyAVReader(path)
     assert reader.frames([3, 43]).shape == (2, 96, 128, 3)
     assert reader.frames([50]).shape == (1, 96, 128, 3)
-    frames = load_video(path, [24], 99)
+    frames = load(path, [24], 99)
     assert frames.shape == (80, 24, 32, 3)
     assert frames[:40].max() < 5 and frames[40:].min() > 250
 
@@ -80,19 +72,14 @@ def test_few_frames_are_held_at_full_size(counted: Path, monkeypatch: pytest.Mon
     frames = PyAVReader.frames
     monkeypatch.setattr(PyAVReader, "frames", lambda reader, i: asked.append(len(i)) or frames(reader, i))
     monkeypatch.setattr(video, "DECODED", 20 * HEIGHT * WIDTH * 3)
-    assert numbers(load_video(counted, [12], 99)) == list(range(FRAMES))
-    assert asked == [1, 20, 20, 9]
+    loaded = load(counted, [12], 99)
+    assert loaded.dtype == torch.uint8 and loaded.is_contiguous() and loaded.shape == (FRAMES, 12, 32, 3)
+    assert numbers(loaded) == list(range(FRAMES)) and asked == [1, 20, 20, 9]
+    assert numbers(load(counted, [12], 5)) == [5, 15, 25, 35, 45]
 
 
 def test_a_title_that_is_not_utf8(tmp_path: Path, counted: Path) -> None:
-    path = tmp_path / "a.mkv"
-    with av.open(str(counted)) as source, av.open(str(path), "w") as file:
-        stream = file.add_stream_from_template(source.streams.video[0])
-        file.metadata["title"] = "TITLE"
-        for packet in source.demux(video=0):
-            if packet.size:
-                packet.stream = stream
-                file.mux(packet)
+    path = remux(counted, tmp_path / "a.mkv", title="TITLE")
     assert path.read_bytes().count(b"TITLE") == 1
     path.write_bytes(path.read_bytes().replace(b"TITLE", b"TITL\xc9"))
     assert numbers(PyAVReader(path).frames([7])) == [7]
@@ -108,9 +95,9 @@ def test_pyav_19_opens_without_the_argument_for_titles(monkeypatch) -> None:
     assert asked == [{"metadata_errors": "replace"}, {}]
 
 
-def test_load_video_smooths_before_it_shrinks(tmp_path: Path) -> None:
+def test_a_video_is_smoothed_before_it_shrinks(tmp_path: Path) -> None:
     stripes = np.zeros((1, 128, 128, 3), np.uint8)
     stripes[:, :, 3::8] = stripes[:, :, 4::8] = 255
     path = encode(tmp_path / "a.mp4", stripes)
-    mean = load_video(path, [16], 9).float().mean()
+    mean = load(path, [16], 9).float().mean()
     assert 45 < mean < 100  # a quarter is white; without antialiasing only that would be seen

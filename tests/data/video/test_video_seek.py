@@ -13,9 +13,9 @@ import ndlightnet.data.video.video_decoders as video_decoders
 import ndlightnet.data.video.video_files as video
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.video.video_decoders import Decoder, TorchCodec, decoders
-from ndlightnet.data.video.video_files import PyAVReader, SeekingReader, ThinVideo, load_video, quickest
+from ndlightnet.data.video.video_files import PyAVReader, SeekingReader, ThinVideo, quickest
 
-from .made_videos import COUNT, OPEN, SEEKING, X264, bars, each_decoder, moving_bar, open_video
+from .made_videos import COUNT, OPEN, SEEKING, X264, bars, each_decoder, load, moving_bar, open_video
 
 
 @pytest.fixture
@@ -98,12 +98,6 @@ def test_pyav_takes_over_where_a_decoder_stops(path: Path, monkeypatch: pytest.M
     assert bars(opened.frames([30, 2])) == [30, 2]
 
 
-def test_without_decoders(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(video, "decoders", lambda: ())
-    opened = open_video(path, 1)
-    assert isinstance(opened, PyAVReader) and bars(opened.frames([30, 2])) == [30, 2]
-
-
 @pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
 def test_torchcodec_without_ffmpeg_is_not_used(monkeypatch, error: type[Exception]) -> None:
     def load(name: str) -> None:
@@ -145,7 +139,7 @@ def test_a_card_decodes_any_number_of_frames(path: Path, card: Any) -> None:
         opened = quickest(PyAVReader(path), wanted, "cuda:0")
         assert torch.equal(opened.frames(range(COUNT)), right + 2)
     assert card.opened == 2
-    assert torch.equal(load_video(path, [96], 2), right[[10, 30]])  # the CPU is the default
+    assert torch.equal(load(path, [96], 2), right[[10, 30]])  # the CPU is the default
     # the levels are whole numbers, and the size is that of the file: resizing changes nothing
     assert torch.equal(ThinVideo(path, [96], 2, "cuda:0")[:], right[[10, 30]] + 2)
 
@@ -172,4 +166,4 @@ def test_nvdec_finds_the_frames_of_a_cpu(path: Path) -> None:
 def test_a_name_that_decoders_cannot_open(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"caf\xe9.mp4")
     moving_bar(tmp_path / "a.mp4", "libx264", X264, None).rename(path)
-    assert bars(load_video(path, [96], 2)) == [10, 30]
+    assert bars(load(path, [96], 2)) == [10, 30]

@@ -8,7 +8,6 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -18,46 +17,31 @@ from ndlightnet.data.video import video_stream
 from ndlightnet.data.video.video_files import PyAVReader
 from ndlightnet.data.video.video_stream import VideoStream
 
-from .made_videos import HANGS, pour
+from .made_videos import HANGS, pour, write_film
 
 FRAMES = 30
-CONTAINERS = ["a.mkv", "a.ts", "a.nut", "a.mp4"]
 
 
-def encode(path: Path, frames: int = FRAMES, container: str | None = None, **flags: str) -> Path:
+def encode(path: Path, frames: int = FRAMES, **flags: str) -> Path:
     """Noise (96 x 128 pixels, 25 a second, so that packets are large), a key frame every ten."""
-    rng = np.random.default_rng(0)
-    with av.open(str(path), "w", format=container, options=flags) as file:
-        stream = file.add_stream("libx264", rate=25)
-        stream.height, stream.width, stream.pix_fmt = 96, 128, "yuv420p"
-        stream.options = {"g": "10", "qp": "30", "bf": "2"}
-        stream.codec_context.thread_count = 1
-        for _ in range(frames):
-            picture = rng.integers(0, 256, (96, 128, 3), dtype=np.uint8)
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        file.mux(stream.encode())
-    return path
+    noise = np.random.default_rng(0).integers(0, 256, (frames, 96, 128, 3), dtype=np.uint8)
+    return write_film(path, noise, options={"g": "10", "qp": "30", "bf": "2"}, flags=flags)
 
 
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_frames_are_those_of_the_reader(tmp_path, name):
-    path = encode(tmp_path / name)
-    video = VideoStream(path)
-    found = list(video)
-    assert [frame.number for frame in found] == list(range(FRAMES)) and video.damage == ""
-    assert [frame.time for frame in found] == pytest.approx([k / 25 for k in range(FRAMES)])
-    pictures = torch.stack([frame.picture for frame in found])
-    assert torch.equal(pictures, PyAVReader(path).frames(range(FRAMES)))
-
-
-@pytest.mark.parametrize("name, container", [("a.mkv", None), ("a.ts", "mpegts"), ("a.nut", None)])
-def test_a_pipe_gives_the_same_frames(tmp_path, name, container):
-    path = encode(tmp_path / name, container=container)
-    writer = pour(path.read_bytes(), tmp_path / "pipe")
-    found = list(VideoStream(tmp_path / "pipe"))
-    writer.join(20)
-    for a, b in zip(found, VideoStream(path), strict=True):
-        assert (a.number, a.time) == (b.number, b.time) and torch.equal(a.picture, b.picture)
+@pytest.mark.parametrize("pipe", [False, True])
+@pytest.mark.parametrize("ending", ["mkv", "ts", "nut", "mp4"])
+def test_frames_are_those_of_the_reader(tmp_path, ending, pipe):
+    source = path = encode(tmp_path / f"a.{ending}")
+    if pipe and ending == "mp4":
+        return  # an mp4 cannot be read without going back
+    if pipe:
+        source = tmp_path / "pipe"
+        pour(path.read_bytes(), source)
+    video = VideoStream(source)
+    frames = list(video)
+    assert [frame.number for frame in frames] == list(range(FRAMES)) and video.damage == ""
+    assert [frame.time for frame in frames] == pytest.approx([k / 25 for k in range(FRAMES)])
+    assert torch.equal(torch.stack([frame.picture for frame in frames]), PyAVReader(path).frames(range(FRAMES)))
 
 
 @pytest.mark.parametrize("name", ["a.mkv", "a.ts"])
@@ -74,17 +58,11 @@ def test_frames_come_before_the_pipe_ends(tmp_path, name):
 
 @pytest.mark.parametrize(
     "fps, numbers",
-    [
-        (5.0, [0, 5, 10, 15, 20, 25]),
-        (10.0, [0, 3, 5, 8, 10, 13, 15, 18, 20, 23, 25, 28]),
-        (25.0, list(range(30))),
-        (60.0, list(range(30))),
-        (0.5, [0]),
-    ],
+    [(10.0, [0, 3, 5, 8, 10, 13, 15, 18, 20, 23, 25, 28]), (25.0, range(30)), (60.0, range(30)), (0.5, [0])],
 )
 def test_frames_a_second(tmp_path, fps, numbers):
     found = list(VideoStream(encode(tmp_path / "a.mkv"), fps))
-    assert [frame.number for frame in found] == numbers
+    assert [frame.number for frame in found] == list(numbers)
     assert [frame.time for frame in found] == pytest.approx([k / 25 for k in numbers])
 
 
@@ -166,14 +144,14 @@ def test_damage_is_told_after_the_frames(tmp_path, kind):
 
 def test_what_is_no_video(tmp_path):
     (tmp_path / "text").write_text("no video " * 100)
-    with pytest.raises(DataError, match=r"text: not a video that can be read$"):
-        VideoStream(tmp_path / "text")
-    with pytest.raises(DataError, match="gone: no such file"):
-        VideoStream(tmp_path / "gone")
-    with pytest.raises(DataError, match=r"Is a directory"):
-        VideoStream(tmp_path)
-    with pytest.raises(DataError, match="fps=0"):
-        VideoStream(tmp_path / "text", 0)
+    for message, *source in (
+        (r"text: not a video that can be read$", tmp_path / "text"),
+        ("gone: no such file", tmp_path / "gone"),
+        ("Is a directory", tmp_path),
+        ("fps=0", tmp_path / "text", 0),
+    ):
+        with pytest.raises(DataError, match=message):
+            VideoStream(*source)
     for number, data in enumerate([b"", b"no video " * 100, encode(tmp_path / "a.mp4").read_bytes()]):
         writer = pour(data, tmp_path / f"pipe{number}")
         with pytest.raises(DataError, match=r"not a video .*a pipe needs a container such as"):

@@ -14,7 +14,7 @@ import torch
 
 from ndlightnet import NDLightNet
 from ndlightnet.data.made.digits import MOTIONS
-from ndlightnet.data.video.video_files import load_video
+from ndlightnet.data.video.video_files import ThinVideo
 from ndlightnet.data.video.video_stream import VideoStream
 from ndlightnet.data.video.video_transforms import Framing, eval_clips
 from ndlightnet.inference import predict_clips
@@ -93,7 +93,7 @@ def test_lines_are_the_network_on_all_frames_so_far(trained, classify, clip):
     net = NDLightNet(3, num_classes=6, patch_size=(2, 8, 8), embed_dim=16, depth=1, causal=True)
     saved = torch.load(trained, weights_only=True)["state_dict"]
     net.load_state_dict({name.removeprefix("net."): value for name, value in saved.items()})
-    video = load_video(clip, [round(SIZE * 8 / 7)], FRAMES)
+    video = ThinVideo(clip, [round(SIZE * 8 / 7)], FRAMES)[:]
     probs = probabilities(done.out)
     for n in range(2, FRAMES + 2, 2):  # the two lines of a patch are those of its last frame
         frames, lines = video[:n], probs[n - 2 : n]

@@ -20,7 +20,7 @@ from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.sampling import SeededSamples
 from ndlightnet.data.video.video_decoders import TorchCodec
-from ndlightnet.data.video.video_files import CHECKED, Sample, check_videos, load_video
+from ndlightnet.data.video.video_files import CHECKED, Sample, ThinVideo, check_videos
 from ndlightnet.data.video.video_transforms import Framing, eval_clips, frame_differences
 from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoData, VideoTask
@@ -339,7 +339,7 @@ def test_a_stream_sees_the_differences_that_training_saw(classify, root, tmp_pat
     saved = torch.load(trained, weights_only=True)["state_dict"]
     net.load_state_dict({name.removeprefix("net."): value for name, value in saved.items()})
     framing = Framing(24, "squash")
-    clip = eval_clips(load_video(video, framing.stored, 6), 6, framing)[None]
+    clip = eval_clips(ThinVideo(video, framing.stored, 6)[:], 6, framing)[None]
     expected = predict_clips(net.eval(), frame_differences(clip))[0]
     probs = torch.tensor([float(rows[-1][name]) for name in ("calm", "fight")])
     torch.testing.assert_close(probs, expected, atol=2e-6, rtol=0)
