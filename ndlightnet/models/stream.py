@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
-from ndlightnet.models.graphs import Graphs, clone
+from ndlightnet.models.cuda_graphs import Graphs, clone
 from ndlightnet.ops.dtypes import check_tensors
 from ndlightnet.parallel import is_sharded
 

@@ -17,7 +17,7 @@ from ndlightnet.layout import Grid, per_axis, uncut_patches
 from ndlightnet.nn.block import GLU
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.layers import GridLayer, Layers
-from ndlightnet.nn.local import LocalMixing
+from ndlightnet.nn.depthwise import LocalMixing
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.ops.recurrence.chunks import exact
 

@@ -11,7 +11,7 @@ from ndlightnet import MultiheadAttention, NDLightDiT, NDLightNet, NDLightUNet
 from ndlightnet.models import Forecaster
 from ndlightnet.nn import GLU, MDLRPE, MDTPE, Block, Patchify, mixers
 from ndlightnet.nn.initial import Initialized, assign, owners
-from ndlightnet.nn.local import LocalMixing
+from ndlightnet.nn.depthwise import LocalMixing
 
 DIM = 32
 NET = partial(NDLightNet, embed_dim=DIM, depth=2, tpe_states=4, num_classes=3)

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, hessian, jvp, vmap
 
 from ndlightnet import MultiheadAttention, NDLightNet, NDLightUNet, mixers
 from ndlightnet.layout import Grid
-from ndlightnet.nn.local import LocalMixing
+from ndlightnet.nn.depthwise import LocalMixing
 from ndlightnet.nn.mixers.base import build_mixer
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.ops import axis_causal_attention, norm_gate

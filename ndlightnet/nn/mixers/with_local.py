@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from ndlightnet.layout import Grid, Layout
-from ndlightnet.nn.local import LocalMixing
+from ndlightnet.nn.depthwise import LocalMixing
 from ndlightnet.nn.mixers.base import Mixer, Named, StreamingMixer, build_mixer, zero_padding
 from ndlightnet.ops.dispatch import Impl
 

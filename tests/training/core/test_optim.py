@@ -10,7 +10,7 @@ from torch import nn
 
 from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.data.errors import DataError
-from ndlightnet.nn.local import LocalMixing
+from ndlightnet.nn.depthwise import LocalMixing
 from ndlightnet.training import ImageTask
 from ndlightnet.training.core.optim import adamw_with_cosine, decayed_groups, layer_numbers
 

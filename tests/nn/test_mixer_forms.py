@@ -283,7 +283,7 @@ def test_scans_of_a_grid(close, name):
 
 def compiled() -> list:
     """The forms of one mixer for each operator; of a recurrent one the causal form is one of its
-    orders. All mixers are exported, in tests/models/test_export.py."""
+    orders. All mixers are exported, in tests/models/test_export_sizes.py."""
     same_operator = {"GatedDeltaNet", "KimiDeltaAttention", "HGRN2", "TNL", "LrpeAttention"}
     forms = [
         (name, causal)
