@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, per_axis, uncut_patches
 from ndlightnet.nn.block import GLU
+from ndlightnet.nn.depthwise import LocalMixing
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.layers import GridLayer, Layers
-from ndlightnet.nn.depthwise import LocalMixing
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.ops.recurrence.chunks import exact
 

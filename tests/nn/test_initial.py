@@ -10,8 +10,8 @@ from torch import nn
 from ndlightnet import MultiheadAttention, NDLightDiT, NDLightNet, NDLightUNet
 from ndlightnet.models import Forecaster
 from ndlightnet.nn import GLU, MDLRPE, MDTPE, Block, Patchify, mixers
-from ndlightnet.nn.initial import Initialized, assign, owners
 from ndlightnet.nn.depthwise import LocalMixing
+from ndlightnet.nn.initial import Initialized, assign, owners
 
 DIM = 32
 NET = partial(NDLightNet, embed_dim=DIM, depth=2, tpe_states=4, num_classes=3)
