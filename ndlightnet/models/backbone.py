@@ -22,11 +22,10 @@ from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.stream import Stream, StreamState
 from ndlightnet.models.weights import adapt_in_chans
 from ndlightnet.nn.block import Block, init_network, init_weights, undecayed_names
-from ndlightnet.nn.embedding import Embedding
-from ndlightnet.nn.initial import reset
+from ndlightnet.nn.embedding import Embedding, PatchEmbed, Patchify
+from ndlightnet.nn.initial import Device, reset
 from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
-from ndlightnet.nn.patch import PatchEmbed, Patchify
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.nn.stem import ConvStem
 from ndlightnet.ops.dtypes import check_not_wider, check_tensors
@@ -60,7 +59,6 @@ class NDLightNet(Pretrained, Large):
         mixer: a name of ndlightnet.nn.mixers, such as "GLA", {name: arguments}, a function of the width that returns
             a mixer, or a list of one for each layer; for text, text_mixer. If its signature names `dims`, `layer` or
             `causal`, it is called with the number of axes, the index of the layer or the argument below, too.
-        mlp_ratio: hidden width of the gated MLP / embed_dim.
         tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: scan forward and backward
             along each axis (except the first one if causal); default: True unless causal on one axis. False is the
             paper's form, forward only.
@@ -105,7 +103,6 @@ class NDLightNet(Pretrained, Large):
         depth: int = 12,
         stem_blocks: int = 0,
         mixer: Factories = LightNetAttention,
-        mlp_ratio: float = 8 / 3,
         tpe: bool = True,
         tpe_states: int = 128,
         tpe_bidirectional: bool | None = None,
@@ -113,7 +110,7 @@ class NDLightNet(Pretrained, Large):
         drop_path_rate: float = 0.0,
         causal: bool = False,
         vocab_size: int | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -149,7 +146,7 @@ class NDLightNet(Pretrained, Large):
         self.tpe = MDTPE(dims, embed_dim, tpe_states, tpe_bidirectional is not False, causal) if tpe else None
         rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.ModuleList(
-            Block(embed_dim, factory, mlp_ratio, rate) for factory, rate in zip(factories, rates, strict=True)
+            Block(embed_dim, factory, rate) for factory, rate in zip(factories, rates, strict=True)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head_drop = nn.Dropout(drop_rate)
@@ -488,8 +485,7 @@ class NDLightNet(Pretrained, Large):
         return self.forward_head(self.forward_features(x, mask), mask=mask)
 
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
-
-        def __call__(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor: ...
+        __call__ = forward
 
     @property
     def bytes_per_cell(self) -> float:  # type: ignore[override]

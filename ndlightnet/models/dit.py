@@ -16,11 +16,10 @@ from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.adaptive import AdaptiveBlock, Modulation, TimeEmbedding, modulate
 from ndlightnet.nn.block import init_network, undecayed_names
-from ndlightnet.nn.embedding import Embedding
-from ndlightnet.nn.initial import reset
+from ndlightnet.nn.embedding import Embedding, Patchify
+from ndlightnet.nn.initial import Device, reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, layer_factories
-from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.ops.dtypes import check_floats, check_not_wider, check_tensors
 from ndlightnet.parallel import refuse_shards
@@ -75,7 +74,7 @@ class NDLightDiT(Pretrained):
         mixer: Factories = LightNetAttention,
         tpe: bool = True,
         tpe_states: int = 32,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -156,8 +155,7 @@ class NDLightDiT(Pretrained):
         return cells.movedim(-1, 1).contiguous()
 
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
-
-        def __call__(self, x: Tensor, t: Tensor | float, y: Tensor | None = None) -> Tensor: ...
+        __call__ = forward
 
     def _condition(self, t: Tensor | float, y: Tensor | None, batch: int, device: torch.device) -> Tensor:
         """Return the condition (batch, embed_dim) of times and classes."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.block import Block, init_network
-from ndlightnet.nn.initial import reset
+from ndlightnet.nn.initial import Device, reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories, reads_context
 from ndlightnet.ops import frequencies
@@ -75,7 +75,7 @@ class Forecaster(Pretrained):
         mixer: Factories = LightNetAttention,
         cross: Factories | None = None,
         drop_rate: float = 0.0,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()

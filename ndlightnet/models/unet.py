@@ -25,12 +25,11 @@ from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.weights import adapt_in_chans
 from ndlightnet.nn.block import init_network, undecayed_names
 from ndlightnet.nn.convolutional import Convolutional
-from ndlightnet.nn.initial import reset
-from ndlightnet.nn.layers import GridLayer, Layers
+from ndlightnet.nn.initial import Device, reset
+from ndlightnet.nn.layers import GridLayer, Layers, Stage
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.separable import Separable
-from ndlightnet.nn.stage import Stage
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 from ndlightnet.parallel import Exchange, Slab, layout_of
 from ndlightnet.parallel.turns import Layer, Sweeper
@@ -171,7 +170,7 @@ class NDLightUNet(Pretrained, Large):
         deep_supervision: bool = False,
         separable: bool | None = None,
         causal: bool = False,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -192,7 +191,7 @@ class NDLightUNet(Pretrained, Large):
         self.add, self.deep_supervision = SIZES[size].add, deep_supervision
         self.separable, self.causal = separable, causal
         factories = iter(layer_factories("mixer", mixer, sum(level.depth for level in levels), dims, causal=causal))
-        layers: Any = Separable(dims, 8 / 3, causal) if separable else Convolutional(dims)
+        layers: Any = Separable(dims, causal) if separable else Convolutional(dims)
         axis = self.channel_axis = layers.channel_axis
         self.down, self.convs, self.stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         for inputs, level in zip((in_channels, *self.widths), levels, strict=False):
@@ -200,7 +199,7 @@ class NDLightUNet(Pretrained, Large):
             self.down.append(down)
             self.convs.append(Layers(*blocks))
             mixers = list(islice(factories, level.depth))
-            self.stages.append(Stage(dims, level.width, mixers, 8 / 3, tpe, drop_path_rate, axis, causal))
+            self.stages.append(Stage(dims, level.width, mixers, tpe, drop_path_rate, axis, causal))
         self.up = nn.ModuleList(layers.up(low.width, high.width, low.stride) for high, low in pairwise(levels))
         inputs = 1 if self.add else 2  # of a decoder's level, in widths
         self.decoders = nn.ModuleList(layers.decoder(inputs * width, width) for width in self.widths[:-1])
@@ -228,7 +227,7 @@ class NDLightUNet(Pretrained, Large):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute all blocks in the backward pass instead of storing their activations."""
         for module in self.modules():
-            if isinstance(module, (Stage, GridLayer)):
+            if isinstance(module, GridLayer):
                 module.grad_checkpointing = enable
 
     def forward(self, x: Tensor) -> Tensor | list[Tensor]:
@@ -293,8 +292,7 @@ class NDLightUNet(Pretrained, Large):
         x = _cropped(self.up[level](x), skip, self.channel_axis)
         x = x + skip if self.add else torch.cat([x, skip], self.channel_axis)
         del skip
-        out: Tensor = self.decoders[level](x, layout)
-        return out
+        return self.decoders[level](x, layout)
 
     def _decode(self, skips: list[Tensor], layouts: list[Any]) -> Tensor | list[Tensor]:
         """Map the feature maps of `_encode` to the output, and empty the list."""
@@ -323,8 +321,7 @@ class NDLightUNet(Pretrained, Large):
         def at(level: int, layer: Any) -> Layer:
             def run(exchange: Exchange, *inputs: Tensor) -> Tensor:
                 cells = sweeper.slab(exchange, spaces[exchange.rank])
-                out: Tensor = layer(*inputs, self._slabs(cells)[level])
-                return out
+                return layer(*inputs, self._slabs(cells)[level])
 
             return run
 

@@ -79,8 +79,7 @@ class ConvBlock(GridLayer):
     def _forward(self, x: Tensor, layout: Grid | None) -> Tensor:
         y = _convolve(self.conv1, x, layout)
         y = _convolve_norm(self.conv2, self.norm1, y, layout)
-        out: Tensor = self.norm2(y, _convolve(self.skip, x), layout)
-        return out
+        return self.norm2(y, _convolve(self.skip, x), layout)
 
 
 def _convolve(conv: Any, x: Tensor, layout: Grid | None = None) -> Tensor:
@@ -90,8 +89,7 @@ def _convolve(conv: Any, x: Tensor, layout: Grid | None = None) -> Tensor:
         return conv._conv_forward(x, conv.weight, x.new_zeros(conv.out_channels))
     if layout is not None and layout.axis is not None:
         return _convolve_slab(conv, x, layout, 2 + layout.axis)
-    out: Tensor = conv(x)
-    return out
+    return conv(x)
 
 
 def _convolve_slab(conv: Any, x: Tensor, layout: Grid, dim: int) -> Tensor:
@@ -107,8 +105,7 @@ def _convolve_slab(conv: Any, x: Tensor, layout: Grid, dim: int) -> Tensor:
         if plane.numel() == 0:
             return plane.sum(1, keepdim=True).expand(-1, y.shape[1], *plane.shape[2:])
         weight = conv.weight.narrow(dim, tap, 1)
-        out: Tensor = apply(plane, weight, None, padding=padding)
-        return out
+        return apply(plane, weight, None, padding=padding)
 
     return add_planes(y, added(first, 0), added(last, 2), dim)
 

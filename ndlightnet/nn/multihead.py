@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout.base import check_integers
-from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.initial import Device, Initialized
 from ndlightnet.ops import causal_attention, norm_gate, read, summarize
 from ndlightnet.ops.dtypes import check_floats, check_not_wider, check_tensors
 
@@ -60,7 +60,7 @@ class MultiheadAttention(Initialized):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -178,18 +178,7 @@ class MultiheadAttention(Initialized):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
-
-        def __call__(
-            self,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            key_padding_mask: Tensor | None = None,
-            need_weights: bool = True,
-            attn_mask: Tensor | None = None,
-            average_attn_weights: bool = True,
-            is_causal: bool = False,
-        ) -> tuple[Tensor, Tensor | None]: ...
+        __call__ = forward
 
 
 def check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:

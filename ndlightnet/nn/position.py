@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout, as_layout
-from ndlightnet.nn.initial import Initialized, assign
+from ndlightnet.nn.initial import Device, Initialized, Space, assign
 from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step, supported
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.position import Kind, slots_of
@@ -142,7 +142,7 @@ class MDTPE(Initialized):
         support = supported("axis_scan", like)
         return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
-    def init_state(self, batch: int, space: tuple[int, ...] = (), device: torch.device | str | None = None) -> Tensor:
+    def init_state(self, batch: int, space: Space = (), device: Device = None) -> Tensor:
         """Return the state along axis 0 before the first frame: (batch, *space, dim, states)."""
         dtype = torch.promote_types(self.coef.dtype, torch.float32)
         return torch.zeros(batch, *space, *self.coef.shape[1:], dtype=dtype, device=device)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ndlightnet.layout import Grid, per_axis, uncut_patches
 from ndlightnet.nn.block import GLU
 from ndlightnet.nn.depthwise import LocalMixing
+from ndlightnet.nn.embedding import Patchify
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.layers import GridLayer, Layers
-from ndlightnet.nn.patch import Patchify
 from ndlightnet.ops.recurrence.chunks import exact
 
 
@@ -39,11 +39,11 @@ class LocalBlock(GridLayer):
     """Residual block of a separable convolution: x + mlp(local(norm x)), the gated MLP over
     channels."""
 
-    def __init__(self, dims: int, dim: int, mlp_ratio: float = 8 / 3, causal: bool = False) -> None:
+    def __init__(self, dims: int, dim: int, causal: bool = False) -> None:
         super().__init__()
         self.norm = TokenNorm(dim)
         self.local = LocalMixing(dims, dim)
-        self.mlp = GLU(dim, mlp_ratio)
+        self.mlp = GLU(dim)
         self.causal = causal
 
     def forward(self, x: Tensor, layout: Grid | None = None) -> Tensor:
@@ -83,8 +83,8 @@ class Separable:
 
     channel_axis = -1
 
-    def __init__(self, dims: int, mlp_ratio: float, causal: bool) -> None:
-        self.dims, self.block = dims, partial(LocalBlock, dims, mlp_ratio=mlp_ratio, causal=causal)
+    def __init__(self, dims: int, causal: bool) -> None:
+        self.dims, self.block = dims, partial(LocalBlock, dims, causal=causal)
 
     def level(
         self, inputs: int, width: int, step: tuple[int, ...] | None, count: int

@@ -46,8 +46,7 @@ class _InSlabs:
             inputs = [t if t is None or t.dtype == torch.float64 else t.to(to) for t in inputs]
         padding = [0, *self.padding[1:]]  # `_read` has that along the first axis
         how = self.stride, padding, self.dilation, self.transposed, self.output_padding, self.groups
-        out: Tensor = _Convolve.apply(slabs, how, *inputs)
-        return out
+        return _Convolve.apply(slabs, how, *inputs)
 
     def _slabs(self: Any, x: Tensor) -> list[_Slab]:
         """Return the slabs for x; none: as a whole."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.nn.embedding import PatchEmbed
 from ndlightnet.nn.initial import Initialized
-from ndlightnet.nn.patch import PatchEmbed
 
 FASTEST = {4: torch.channels_last, 5: torch.channels_last_3d}  # layouts, by the number of axes
 

@@ -23,7 +23,7 @@ def unetr(dims):
         num_heads=2,
         spatial_dims=dims,
     )
-    backbone = NDLightNet(dims, in_channels=2, patch_size=16, embed_dim=24, depth=12, tpe_states=4, mlp_ratio=1)
+    backbone = NDLightNet(dims, in_channels=2, patch_size=16, embed_dim=24, depth=12, tpe_states=4)
     net.vit = UNETREncoder(backbone)
     return net, torch.randn(1, 2, *[32] * dims)
 

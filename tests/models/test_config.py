@@ -40,7 +40,7 @@ def through_json(config: dict) -> dict:
 @pytest.mark.parametrize("name", MIXERS)
 def test_config_makes_the_same_network(name):
     net = NDLightNet(2, 1, patch_size=(2, 3), mixer=MIXERS[name], **SMALL)
-    assert net.config["patch_size"] == [2, 3] and net.config["mlp_ratio"] == 8 / 3
+    assert net.config["patch_size"] == [2, 3] and net.config["tpe_states"] == 4
     other = NDLightNet(**through_json(net.config))
     assert other.config == net.config
     same(net, other, torch.randn(2, 1, 7, 8))

@@ -141,16 +141,6 @@ def test_indices_out_of_range_are_named(indices):
         net.prune_intermediate_layers(indices)
 
 
-def test_other_forms_and_pools_are_refused():
-    net = tiny(2, patch_size=2)
-    with pytest.raises(ValueError, match=r"output_fmt='NCL'"):
-        net.forward_intermediates(torch.randn(1, 2, 4, 4), output_fmt="NCL")
-    with pytest.raises(ValueError, match=r"global_pool='max'"):
-        net.reset_classifier(3, "max")
-    with pytest.raises(ValueError, match=r"img_size=\(4, 4, 4\)"):
-        net.set_input_size((4, 4, 4))
-
-
 def test_a_head_on_every_token(close):
     net, x = tiny(3, patch_size=2, causal=True).eval(), torch.randn(2, 2, 4, 6, 7)
     net.reset_classifier(7, "")

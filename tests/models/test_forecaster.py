@@ -157,33 +157,6 @@ def test_autocast_and_fullgraph(close):
     close(torch.compile(net, fullgraph=True, backend="eager")(values, times), y, 1e-6)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"label_length": -1}, r"label_length=-1"),
-        ({"period": 0}, r"period=0"),
-        ({"embed_dim": 15}, r"embed_dim=15"),
-        ({"depth": 0}, r"depth=0"),
-        ({"decoder_depth": 0}, r"decoder_depth=0"),
-        ({"mixer": LightNetAttention(16)}, r"mixer=LightNetAttention\(\.\.\.\)"),
-        ({"cross": LightNetAttention(16)}, r"cross=LightNetAttention\(\.\.\.\)"),
-    ],
-)
-def test_what_cannot_be_built(options, message):
-    with pytest.raises(ValueError, match=message):
-        tiny(**options)
-
-
-@pytest.mark.parametrize(
-    "known, later, columns", [(5, 5, 3), (10, 0, 3), (10, 5, 2)], ids=["label", "horizon", "columns"]
-)
-def test_input_that_does_not_fit(known, later, columns):
-    with pytest.raises(ValueError, match=r"values \(2, .*6 or more, 3"):
-        tiny()(torch.randn(2, known, columns), torch.rand(2, known + later, 4))
-    with pytest.raises(ValueError, match=r"expected \(batch, 24 or more, 3"):
-        tiny(period=24)(*inputs())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mixers.__all__)
 def test_the_catalogue(name):

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.autograd import grad
 
 from ndlightnet.nn.mixers.lavo import LAVO
 
@@ -121,33 +120,6 @@ def test_pieces_of_any_size_are_the_whole(close, shape, window, sizes):
     close(torch.cat(got, 1), m(x, causal=True), 1e-12)
 
 
-def test_rows_of_a_stream_are_where_they_are(close):
-    m, x = layer((3, 2)), tokens(9, 4)
-    whole = m(x, causal=True)
-    first = (2, 4)
-    each = [m.advance(x[i : i + 1, :f], m.init_state(1, space=(4,)), 0)[1] for i, f in enumerate(first)]
-    state = type(each[0])(*(torch.cat(part) for part in zip(*each, strict=True)))
-    y, _ = m.advance(torch.stack([x[0, 2:7], x[1, 4:]]), state, torch.tensor(first))
-    close(y, torch.stack([whole[0, 2:7], whole[1, 4:]]), 1e-12)
-
-
-@both
-@cases
-def test_content_of_padding_does_not_matter(close, shape, window, causal):
-    m, x = layer(window), tokens(*shape).requires_grad_()
-    mask = torch.rand(2, *shape) < 0.5
-    mask[0] = False
-    y = m(x, mask=mask, causal=causal)
-    other = torch.where(mask[..., None], x, 100 * torch.randn_like(x))
-    close(m(other, mask=mask, causal=causal)[mask], y[mask], 1e-12)
-    assert y.isfinite().all()
-    pulled = grad(y[mask].square().sum(), [x, *m.parameters()])
-    assert all(g.isfinite().all() for g in pulled) and not pulled[0][~mask].any()
-    nothing = m(x, mask=mask & False, causal=causal)  # nothing local, an empty memory
-    assert not nothing.any()
-    assert all(g.isfinite().all() for g in grad(nothing.sum(), [x, *m.parameters()]))
-
-
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (2, 1, 0)])
 def test_axes_are_alike(close, order):
     """The non-causal form, with windows (and their biases) in the order of the axes."""
@@ -187,24 +159,6 @@ def test_cross_form_reads_the_mean_of_the_source(close, dim):
         close(alone(x), m(x, context=x), 1e-14)
     else:
         assert m.k_proj is None and not m.bias
-
-
-@both
-@pytest.mark.parametrize("shape", [(70,), (6, 5)])
-def test_autocast_is_close_to_float32(close, shape, causal):
-    """Four roundings to bf16's eight bits lie on the way; the state keeps its precision."""
-    m, x = LAVO(128, window=6), torch.randn(2, *shape, 128)
-    exact = m(x, causal=causal)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = m(x, causal=causal)
-        state = m.init_state(2, space=shape[1:])
-        assert y.dtype == torch.bfloat16
-        close(y.float(), exact, 4 * 2**-8)
-        y, state = m.advance(x, state, 0)
-        assert {s.dtype for s in state} == {torch.float32, torch.int64}
-        if causal:
-            close(y.float(), exact, 4 * 2**-8)
-    close(m.bfloat16()(x.bfloat16(), causal=causal).float(), exact, 6 * 2**-8)
 
 
 def test_errors():

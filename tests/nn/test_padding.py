@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import grad
 
-from ndlightnet.layout import Ragged
 from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers.base import reads_context
 
@@ -115,19 +114,6 @@ def test_padding_within_a_sequence_is_stepped_over(name, causal):
     y = m(x, mask=mask, causal=causal)
     alone = [m(one[keep][None], causal=causal)[0] for one, keep in zip(x, mask, strict=True)]
     agree([one[keep] for one, keep in zip(y, mask, strict=True)], alone)
-
-
-@every
-@pytest.mark.parametrize("causal", [False, True])
-def test_padding_in_a_pack_is_padding_of_its_sample(name, causal):
-    m, layout = build(name), Ragged([(3, 4), (2, 5)])
-    x = torch.randn(layout.length, 16, dtype=torch.float64)
-    mask = torch.ones(layout.length, dtype=torch.bool)
-    first, second = (part[0] for part in layout.split(mask))
-    first[:, 3:], second[1:] = False, False
-    y = m(x, layout=layout, mask=mask, causal=causal)
-    one, two = (part[0] for part in layout.split(x))
-    agree(y[mask].split([9, 5]), [m(part[None], causal=causal)[0].flatten(0, 1) for part in (one[:, :3], two[:1])])
 
 
 @pytest.mark.slow

@@ -92,36 +92,6 @@ def test_convolutions_begin_as_in_a_resnet():
     assert block.conv2.weight.std().item() == pytest.approx(spread, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "dims, options, message",
-    [
-        (4, {"patch_size": 2}, "dims=4 with stem_blocks: expected 1, 2 or 3, torch has no Conv"),
-        (2, {"patch_size": 6}, r"patch_size=\(6, 6\): expected powers of 2"),
-        (2, {"patch_size": (3, 4)}, r"patch_size=\(3, 4\): expected powers of 2"),
-        (3, {"patch_size": (4, 8, 8), "embed_dim": 18}, "embed_dim=18: expected a multiple of 4"),
-        (3, {"causal": True}, "stem_blocks=1 with causal=True: expected 0"),
-        (1, {"vocab_size": 9}, "stem_blocks=1 with vocab_size=9: expected 0"),
-        (2, {"stem_blocks": -1}, "stem_blocks=-1"),
-    ],
-)
-def test_what_it_cannot_be(dims, options, message):
-    with pytest.raises(ValueError, match=message):
-        tiny(dims, **options)
-
-
-def test_inputs_whose_cells_must_not_mix():
-    model, x = tiny(2), torch.randn(1, 2, 8, 8)
-    with pytest.raises(ValueError, match="mask: expected none with stem_blocks, which mix cells"):
-        model(x, mask=torch.ones(1, 8, 8, dtype=torch.bool))
-    with pytest.raises(ValueError, match="pack: expected none with stem_blocks"):
-        model.pack([x[0]])
-    packed = NDLightNet(2, 2, patch_size=4, embed_dim=16, depth=1).pack([x[0]])
-    with pytest.raises(ValueError, match="packed samples: expected none with stem_blocks"):
-        model(packed)
-    with pytest.raises(ValueError, match="not with stem_blocks"):
-        model.set_input_size(patch_size=2)
-
-
 def test_other_channels_and_features():
     model = tiny(2)
     assert model.feature_info[0] == {"module": "blocks.0", "num_chs": 16, "reduction": 4}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ndlightnet.layout import Grid, Layout
-from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.initial import Device, Initialized, Space
 from ndlightnet.nn.mixers.names import catalogue_name, named_mixer, unwrapped
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 from ndlightnet.parallel import layout_of_tokens
@@ -76,16 +76,7 @@ class Mixer(Initialized, ABC):
         return y.reshape(x.shape)
 
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
-
-        def __call__(
-            self,
-            x: Tensor,
-            *,
-            mask: Tensor | None = None,
-            causal: bool = False,
-            layout: Layout | None = None,
-            context: Tensor | None = None,
-        ) -> Tensor: ...
+        __call__ = forward
 
     @abstractmethod
     def mix(self, x: Tensor, layout: Any, mask: Tensor | None, causal: bool) -> Tensor:
@@ -127,7 +118,7 @@ class StreamingMixer(Mixer):
     """A mixer whose causal form can advance frame by frame with a state that does not grow."""
 
     @abstractmethod
-    def init_state(self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()) -> Any:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Any:
         """Return the state before the first frame: a tuple of tensors with a row for each sample,
         or of such tuples. space: shape of a frame."""
 
@@ -218,6 +209,23 @@ _FACTORY = (
     "a name such as 'GLA', {'GLA': {'heads': 4}}, a class or a function of the width, such as "
     "functools.partial(LightNetAttention, heads=4)"
 )
+
+
+def default_heads(dim: int, heads: int | None, width: int = 64) -> tuple[int, int]:
+    """Return (heads, head_dim). Default: the largest number of heads that divides `dim` with
+    `width` channels or more each, at least 1."""
+    if heads is None:
+        heads = max(h for h in range(1, max(1, dim // width) + 1) if dim % h == 0)
+    if heads < 1 or dim % heads:
+        raise ValueError(f"heads={heads}: expected a divisor of dim={dim}")
+    return heads, dim // heads
+
+
+def streaming(mixer: nn.Module) -> Any:
+    """Return a mixer that has the methods of a StreamingMixer. Raises ValueError for any other."""
+    if not hasattr(mixer, "advance"):
+        raise ValueError(f"{type(mixer).__name__} has no method advance: it cannot go frame by frame")
+    return mixer
 
 
 def reads_context(mixer: nn.Module | type[nn.Module]) -> bool:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, per_axis
-from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.initial import assign
-from ndlightnet.nn.mixers.base import StreamingMixer, zero_padding
+from ndlightnet.nn.initial import Device, Space, assign
+from ndlightnet.nn.mixers.base import StreamingMixer, default_heads, zero_padding
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lavo import WindowSums, amounts, memory_read, past_means, token_mean
 from ndlightnet.ops.local import append_frames, local_attention
@@ -149,12 +148,9 @@ class LAVO(StreamingMixer):
     def _output(self, q: Tensor, mean: Tensor, local: Tensor | None = None) -> Tensor:
         h = amounts(self.basis, mean)
         y = memory_read(q.flatten(1, -3), self.basis, h).reshape(q.shape)
-        out: Tensor = self.o_proj((y if local is None else (local + y) / 2).flatten(-2))
-        return out
+        return self.o_proj((y if local is None else (local + y) / 2).flatten(-2))
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> LAVOState:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> LAVOState:
         weight, frames = self.q_proj.weight, (self.windows(1 + len(space)) or (1,))[0] - 1
         size = (self.heads, self.head_dim)
         tail = torch.zeros(batch, frames, *space, *size, dtype=weight.dtype, device=device)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.constants import Constants
-from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.base import check_axes, projected_like
+from ndlightnet.nn.initial import Device, Space
+from ndlightnet.nn.mixers.base import check_axes, default_heads, projected_like
 from ndlightnet.nn.mixers.with_local import LocalMixer, LocalState, Where
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.nn.projections import project
@@ -225,12 +225,9 @@ class LightNetAttention(Constants, LocalMixer):
     def _output(self, y: Tensor, gate: Tensor, near: Tensor | None = None) -> Tensor:
         norm = self.norm
         y = norm_gate(y.flatten(2), gate, norm.weight, norm.bias, norm.eps, self.impl, near)
-        out: Tensor = self.o_proj(y)
-        return out
+        return self.o_proj(y)
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> State | LocalState:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> State | LocalState:
         dim, dtype = self.head_dim, accumulator(self.q_proj.weight)
         memory = State.empty(batch, self.heads, dim, dim, self.lrpe is not None, dtype=dtype, device=device)
         if self.window is not None:

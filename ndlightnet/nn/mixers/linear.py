@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndlightnet.layout import Grid
-from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.base import StreamingMixer, check_axes, projected_like, zero_padding
+from ndlightnet.nn.initial import Device, Space
+from ndlightnet.nn.mixers.base import StreamingMixer, check_axes, default_heads, projected_like, zero_padding
 from ndlightnet.ops import fla
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
@@ -105,8 +105,7 @@ class LinearAttention(StreamingMixer):
     def _output(self, y: Tensor) -> Tensor:
         if not self.denominator:  # in float32: sums over many tokens are large
             y = F.rms_norm(y.to(accumulator(y)), y.shape[-1:], eps=1e-6)
-        out: Tensor = self.o_proj(y.flatten(2).to(self.o_proj.weight.dtype))
-        return out
+        return self.o_proj(y.flatten(2).to(self.o_proj.weight.dtype))
 
     def implementation(self, x: Tensor, causal: bool = False) -> str:
         """Return what runs; there are kernels for the causal form with one token per frame."""
@@ -118,7 +117,7 @@ class LinearAttention(StreamingMixer):
         support = fla.supports("gated_linear_attention", k, v)
         return "fla" if support else f"torch ({support.reason})"
 
-    def init_state(self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()) -> Sums:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Sums:
         acc, dim = accumulator(self.q_proj.weight), self.head_dim
         rows = self.rows(1 + len(space)) * dim
         zeros = torch.zeros(batch, self.heads, rows, dim, dtype=acc, device=device)

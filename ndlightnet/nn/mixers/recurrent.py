@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid
+from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers.base import StreamingMixer, expand_to
 from ndlightnet.ops.local_mixing import local_mixing
 
@@ -98,7 +99,7 @@ class Recurrent(StreamingMixer):
         """Map inputs in the first order, and what all orders read, to (batch, length, dim)."""
 
     @abstractmethod
-    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
+    def initial_memory(self, batch: int, device: Device) -> Tensor:
         """Return the memory before the first token."""
 
     def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
@@ -139,9 +140,7 @@ class Recurrent(StreamingMixer):
         both = [(axis, reverse) for axis in axes for reverse in (False, True)]
         return both[:1] if forward_only else both
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> RecurrentState:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> RecurrentState:
         weight = next(self.parameters())
         tail = torch.zeros(batch, self.lookback, self.width, dtype=weight.dtype, device=device)
         return RecurrentState(tail, self.initial_memory(batch, device))

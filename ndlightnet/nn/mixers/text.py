@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from ndlightnet.nn.heads import default_heads
+from ndlightnet.nn.mixers.base import default_heads
 from ndlightnet.nn.mixers.lightnet import LightNetAttention
 from ndlightnet.nn.mixers.window import WindowAttention
 from ndlightnet.nn.mixers.with_local import WithLocal

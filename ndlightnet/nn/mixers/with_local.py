@@ -11,7 +11,8 @@ from torch.nn.functional import pad, silu
 
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.depthwise import LocalMixing
-from ndlightnet.nn.mixers.base import Mixer, Named, StreamingMixer, build_mixer, zero_padding
+from ndlightnet.nn.initial import Device, Space
+from ndlightnet.nn.mixers.base import Mixer, Named, StreamingMixer, build_mixer, streaming, zero_padding
 from ndlightnet.ops.dispatch import Impl
 
 Where = Literal["values", "input", "both"]  # what a mixer mixes locally
@@ -69,9 +70,7 @@ class LocalMixer(StreamingMixer):
             return lambda: None
         return _begin(self.local_values, v, layout, mask, causal, prefix)
 
-    def branch_state(
-        self, batch: int, memory: Any, device: torch.device | str | None, space: tuple[int, ...]
-    ) -> LocalState:
+    def branch_state(self, batch: int, memory: Any, device: Device, space: tuple[int, ...]) -> LocalState:
         """Return the state before the first frame, with the memory of the mixer without branch."""
         branch = (self.local_values, self.local_input)
         return LocalState(memory, *(() if one is None else one.init_state(batch, device, space) for one in branch))
@@ -133,6 +132,8 @@ class WithLocal(LocalMixer):
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
+        if local not in get_args(Where):
+            raise ValueError(f"local={local!r}: expected 'values', 'input' or 'both'")
         if dims is None:
             raise ValueError("dims=None: expected the number of axes, which networks give")
         inner = build_mixer(mixer, dim, dims=dims, layer=layer or 0, causal=causal)
@@ -160,20 +161,13 @@ class WithLocal(LocalMixer):
     def state_size(self) -> int | None:  # type: ignore[override]
         return None if self.mixer.state_size is None else super().state_size
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> LocalState:
-        return self.branch_state(batch, self._streaming().init_state(batch, device, space), device, space)
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> LocalState:
+        return self.branch_state(batch, streaming(self.mixer).init_state(batch, device, space), device, space)
 
     def step(self, x: Tensor, grid: Grid, state: LocalState) -> tuple[Tensor, LocalState]:
         x, inputs = self.step_input(x, grid, state.input)
-        y, memory = self._streaming().step(x, grid, state.memory)
+        y, memory = streaming(self.mixer).step(x, grid, state.memory)
         if self.local_values is None:
             return y, LocalState(memory, (), inputs)
         near, values = self.step_values(self.mixer.values(x), grid, state.values)
         return self._add(y, near), LocalState(memory, values, inputs)
-
-    def _streaming(self) -> StreamingMixer:
-        if not isinstance(self.mixer, StreamingMixer):
-            raise ValueError(f"{type(self.mixer).__name__} has no method advance: it cannot go frame by frame")
-        return self.mixer
