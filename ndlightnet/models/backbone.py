@@ -15,15 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Boxed, Grid, Layout, Packed, pack, per_axis
 from ndlightnet.layout.base import check_integers, check_not_empty
-from ndlightnet.models.config import recorded
+from ndlightnet.models.config import accept_other_names, recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.large import Large
-from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.stream import Stream, StreamState
-from ndlightnet.models.weights import adapt_in_chans
-from ndlightnet.nn.block import Block, init_network, init_weights, undecayed_names
+from ndlightnet.nn.block import Block, init_network, init_weights
 from ndlightnet.nn.embedding import Embedding, PatchEmbed, Patchify
-from ndlightnet.nn.initial import Device, reset
+from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.position import MDTPE
@@ -80,6 +78,7 @@ class NDLightNet(Pretrained, Large):
     Methods and arguments for features, layer decay and other heads, patches and channels are timm's.
     """
 
+    adapts_channels = True
     usual: ClassVar = {"global_pool": "avg", "norm": True}
     head_of: ClassVar = {"num_classes": "head."}
     embed: Any
@@ -161,12 +160,6 @@ class NDLightNet(Pretrained, Large):
         self.register_load_state_dict_post_hook(_tie_again)
         init_network(self)
 
-    def reset_parameters(self) -> None:
-        """Initialise all parameters and buffers as the constructor does, such as after `to_empty` of a network built
-        on device "meta"."""
-        reset(self)
-        init_network(self)
-
     def _tie(self) -> None:
         if self.tied:
             self.head.weight = self.embed.weight
@@ -175,9 +168,6 @@ class NDLightNet(Pretrained, Large):
         super()._apply(fn, recurse)
         self._tie()  # again, as `to_empty` makes two tensors of one on meta
         return self
-
-    def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        return adapt_in_chans(weights, self)
 
     @property
     def pipeline_tag(self) -> str | None:
@@ -230,10 +220,6 @@ class NDLightNet(Pretrained, Large):
             return
         self.embed.resize(new)
         self.record(patch_size=new)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of decays, angles and the like, which weight decay would distort."""
-        return undecayed_names(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing their activations."""

@@ -15,9 +15,9 @@ from ndlightnet.layout.base import check_integers, check_not_empty
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.adaptive import AdaptiveBlock, Modulation, TimeEmbedding, modulate
-from ndlightnet.nn.block import init_network, undecayed_names
+from ndlightnet.nn.block import init_network
 from ndlightnet.nn.embedding import Embedding, Patchify
-from ndlightnet.nn.initial import Device, reset
+from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.position import MDTPE
@@ -97,10 +97,10 @@ class NDLightDiT(Pretrained):
         self.modulation = Modulation(width, 2)
         self.unembed = nn.Linear(width, math.prod(self.embed.patch) * in_chans)
         self.grad_checkpointing = False
-        self._init()
-
-    def _init(self) -> None:
         init_network(self)
+        self._zero()
+
+    def _zero(self) -> None:
         for module in self.modules():
             if isinstance(module, Modulation):
                 module.zero_weights()
@@ -108,18 +108,12 @@ class NDLightDiT(Pretrained):
         nn.init.zeros_(self.unembed.bias)
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters and buffers as the constructor does, such as after `to_empty`
-        of a network built on device "meta"."""
-        reset(self)
-        self._init()
+        super().reset_parameters()
+        self._zero()
 
     @property
     def pipeline_tag(self) -> str | None:
         return "unconditional-image-generation" if self.dims == 2 and not self.num_classes else None
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of decays, angles and the like, which weight decay would distort."""
-        return undecayed_names(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing their activations."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.block import Block, init_network
-from ndlightnet.nn.initial import Device, reset
+from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories, reads_context
 from ndlightnet.ops import frequencies
@@ -106,11 +106,6 @@ class Forecaster(Pretrained):
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head = nn.Linear(embed_dim, in_chans)
-        init_network(self)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters as the constructor does."""
-        reset(self)
         init_network(self)
 
     @property

@@ -18,12 +18,10 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import per_axis
 from ndlightnet.layout.base import check_integers, check_not_empty
-from ndlightnet.models.config import recorded
+from ndlightnet.models.config import accept_other_names, recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.large import Large
-from ndlightnet.models.other_names import accept_other_names
-from ndlightnet.models.weights import adapt_in_chans
-from ndlightnet.nn.block import init_network, undecayed_names
+from ndlightnet.nn.block import init_network
 from ndlightnet.nn.convolutional import Convolutional
 from ndlightnet.nn.initial import Device, reset
 from ndlightnet.nn.layers import GridLayer, Layers, Stage
@@ -148,6 +146,7 @@ class NDLightUNet(Pretrained, Large):
     along each axis of the coarsest level.
     """
 
+    adapts_channels = True
     usual: ClassVar = {"decoder": True}  # False in MONAI's networks, see NDLightUNetEncoder
     head_of: ClassVar = {"out_channels": "heads."}
 
@@ -213,16 +212,9 @@ class NDLightUNet(Pretrained, Large):
         reset(*[layer for level in levels for layer in level], self.up, self.decoders, self.heads)
         init_network(self.stages)
 
-    def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        return adapt_in_chans(weights, self)
-
     @property
     def pipeline_tag(self) -> str | None:
         return "image-segmentation" if self.dims in (2, 3) else None
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of decays, angles and the like, which weight decay would distort."""
-        return undecayed_names(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute all blocks in the backward pass instead of storing their activations."""

@@ -117,8 +117,8 @@ def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor, layout: Grid | No
     y = norm(x, layout=layout, statistics=statistics)
     if not (torch.is_grad_enabled() and _may_hook()):
         return _convolve(conv, y, layout)
-    kept, result = x.detach(), (y.data_ptr(), y.shape, y._version)
-    inputs = (kept, *norm.parameters())
+    x, result = x.detach(), (y.data_ptr(), y.shape, y._version)
+    inputs = (x, *norm.parameters())
     before = _versions(*inputs)
 
     def pack(saved: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
@@ -136,8 +136,8 @@ def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor, layout: Grid | No
         if saved is not None:
             return saved
         with torch.no_grad():
-            detached = [tuple(x.detach() for x in one) for one in statistics]
-            return norm(kept, layout=layout, statistics=detached)
+            detached = [tuple(sums.detach() for sums in one) for one in statistics]
+            return norm(x, layout=layout, statistics=detached)
 
     with saved_tensors_hooks(pack, unpack):
         return _convolve(conv, y, layout)

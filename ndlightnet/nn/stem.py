@@ -17,10 +17,10 @@ FASTEST = {4: torch.channels_last, 5: torch.channels_last_3d}  # layouts, by the
 def torch_layer(kind: str, dims: int, argument: str) -> Any:
     """Return torch's layer for this number of axes: `Conv3d`, `ConvTranspose2d`, ... ValueError if
     there is none names the `argument` that asks for it."""
-    found = getattr(nn, f"{kind}{dims}d", None)
-    if found is None:
+    layer = getattr(nn, f"{kind}{dims}d", None)
+    if layer is None:
         raise ValueError(f"dims={dims} with {argument}: expected 1, 2 or 3, torch has no {kind} for more axes")
-    return found
+    return layer
 
 
 class ResidualBlock(Initialized):

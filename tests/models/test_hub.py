@@ -1,7 +1,6 @@
 """Networks are saved to folders and repositories, and loaded again; what does not fit is named."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,10 +216,3 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ImportError, match="safetensors is needed here: pip install safetensors"):
         image().save_pretrained(tmp_path)
-
-
-@pytest.mark.slow
-def test_neither_package_is_imported_before_it_is_needed():
-    code = "import sys, ndlightnet; print({'safetensors', 'huggingface_hub'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

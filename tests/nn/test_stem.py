@@ -7,6 +7,7 @@ from torchvision.models import resnet18
 from torchvision.models.video import r3d_18
 
 from ndlightnet import NDLightNet
+from ndlightnet.models.weights import adapt_in_chans
 from ndlightnet.nn import ConvStem
 from ndlightnet.nn.stem import ResidualBlock
 
@@ -97,8 +98,7 @@ def test_other_channels_and_features():
     assert model.feature_info[0] == {"module": "blocks.0", "num_chs": 16, "reduction": 4}
     wide = tiny(2)
     grey = NDLightNet(2, 1, patch_size=4, embed_dim=16, depth=1, stem_blocks=1, num_classes=3)
-    adapted = grey.adapted(wide.state_dict())
-    grey.load_state_dict(adapted)
+    grey.load_state_dict(adapt_in_chans(wide.state_dict(), grey))
     assert torch.equal(grey.embed.first[0].weight, wide.embed.first[0].weight.sum(1, keepdim=True))
     x = torch.randn(2, 1, 8, 8)
     torch.testing.assert_close(grey.eval()(x), wide.eval()(x.expand(-1, 2, -1, -1)))

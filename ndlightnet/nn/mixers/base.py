@@ -158,13 +158,12 @@ def build_mixer(factory: Named, dim: int, *, dims: int | None, layer: int, causa
     factory's signature names it and it is not None. A `functools.partial` may set them itself, to
     anything but None."""
     factory = _factory("mixer", factory)
-    given = getattr(factory, "keywords", {})  # of a partial; jsonargparse gives it all defaults
-    named = {*inspect.signature(factory).parameters, *given}
-    offered = {"dims": dims, "layer": layer, "causal": causal}
-    missing = {key: n for key, n in offered.items() if n is not None and given.get(key) is None}
-    more = {key: n for key, n in missing.items() if key in named}
+    settings = getattr(factory, "keywords", {})  # of a partial; jsonargparse gives it all defaults
+    named = {*inspect.signature(factory).parameters, *settings}
+    options = {"dims": dims, "layer": layer, "causal": causal}
+    missing = {key: n for key, n in options.items() if n is not None and key in named and settings.get(key) is None}
     build: Callable[..., nn.Module] = factory
-    return build(dim, **more)
+    return build(dim, **missing)
 
 
 def layer_factories(
@@ -184,25 +183,25 @@ def layer_factories(
     if len(each) != layers:
         raise ValueError(f"{name}: a list of {len(each)}, expected one for each of {layers} layers")
     return [
-        partial(build_mixer, _factory(label, made), dims=dims, layer=first + i, causal=causal)
-        for i, (label, made) in enumerate(zip(names, each, strict=True))
+        partial(build_mixer, _factory(label, mixer), dims=dims, layer=first + i, causal=causal)
+        for i, (label, mixer) in enumerate(zip(names, each, strict=True))
     ]
 
 
-def _factory(label: str, made: Any) -> Factory:
-    if callable(made) and unwrapped(made)[0] is nn.Module:
+def _factory(label: str, mixer: Any) -> Factory:
+    if callable(mixer) and unwrapped(mixer)[0] is nn.Module:
         # jsonargparse reads {name: arguments} as arguments of nn.Module, and cannot write it back
-        name, *_ = [*unwrapped(made)[1], "NAME"]
+        name, *_ = [*unwrapped(mixer)[1], "NAME"]
         raise ValueError(f"{label}: in YAML expected a name, or {{class_path: {name}, init_args: {{...}}}}")
-    if isinstance(made, str | dict):
-        return named_mixer(label, made)
-    if isinstance(made, nn.Module) or not callable(made):
-        found = f"{type(made).__name__}(...)" if isinstance(made, nn.Module) else repr(made)
-        raise ValueError(f"{label}={found}: expected {_FACTORY}")
-    kind, given = unwrapped(made)
-    if given and (known := catalogue_name(kind)):
-        named_mixer(label, {known: given})  # refuses arguments that it has not
-    return made
+    if isinstance(mixer, str | dict):
+        return named_mixer(label, mixer)
+    if isinstance(mixer, nn.Module) or not callable(mixer):
+        value = f"{type(mixer).__name__}(...)" if isinstance(mixer, nn.Module) else repr(mixer)
+        raise ValueError(f"{label}={value}: expected {_FACTORY}")
+    kind, settings = unwrapped(mixer)
+    if settings and (name := catalogue_name(kind)):
+        named_mixer(label, {name: settings})  # refuses arguments that it has not
+    return mixer
 
 
 _FACTORY = (
@@ -249,8 +248,7 @@ def projected_like(x: Tensor, *shape: int) -> Tensor:
     kind = x.device.type
     on = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if on else x.dtype
-    made = torch.empty(0, *shape, dtype=dtype, device=x.device)
-    return made.requires_grad_(torch.is_grad_enabled())
+    return torch.empty(0, *shape, dtype=dtype, device=x.device).requires_grad_(torch.is_grad_enabled())
 
 
 def zero_padding(mask: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
