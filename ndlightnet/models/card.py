@@ -40,9 +40,8 @@ model = {network}.from_pretrained("{source}")
 def model_card(
     network: str, repo_id: str | None, card_data: Any, data: Sequence[str], metrics: Mapping[str, float], **header: Any
 ) -> str:
-    """Return the card of a network of this class in Markdown. card_data: the class ModelCardData of
-    huggingface_hub; header: license, tags and pipeline_tag; these and the other arguments are
-    those of `save_pretrained`."""
+    """Return the card of a network of this class in Markdown. card_data: the class ModelCardData of huggingface_hub;
+    header: license, tags and pipeline_tag; these and the other arguments are those of `save_pretrained`."""
     tags = [*TAGS, *(tag for tag in header.pop("tags") if tag not in TAGS)]
     names = [name for name in data if re.fullmatch(NAME, name)]
     card = card_data(

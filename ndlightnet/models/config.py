@@ -106,11 +106,10 @@ def accept_other_names(init: Init) -> Init:
 
 
 def recorded(init: Init) -> Init:
-    """Let a network's `__init__` note its arguments, and take two more: `device`, where it is
-    built, and `dtype`, which the network is then converted to, as by `to`.
+    """Let a network's `__init__` note its arguments, and take two more: `device`, where it is built, and `dtype`, which
+    the network is then converted to, as by `to`.
 
-    The signature shows neither of these two: they are no options of a YAML file. Type checkers
-    read them in the source.
+    The signature shows neither of these two: they are no options of a YAML file. Type checkers read them in the source.
     """
     full = signature(init)
     options = [p for name, p in full.parameters.items() if name not in PLACE]

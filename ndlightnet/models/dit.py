@@ -29,9 +29,8 @@ DIT_SIZES: dict[str, tuple[int, int]] = {"S": (384, 12), "B": (768, 12), "L": (1
 
 
 class NDLightDiT(Pretrained):
-    """Diffusion transformer: noisy cells, their time and their class -> what a sampler asks for
-    (velocity or noise). Patches -> MD-TPE -> blocks with adaptive norms -> patches, on any number
-    of axes; initially the output is 0.
+    """Diffusion transformer: noisy cells, their time and their class -> what a sampler asks for (velocity or noise).
+    Patches -> MD-TPE -> blocks with adaptive norms -> patches, on any number of axes; initially the output is 0.
 
     Args:
         dims: number of axes of the input (1 signals, 2 images, 3 videos and volumes, ...).
@@ -43,18 +42,17 @@ class NDLightDiT(Pretrained):
         mixer, tpe, tpe_states: as in NDLightNet.
         device, dtype: as in NDLightNet.
 
-    In training a sample's class is replaced by "no class" with probability 0.1, `class_dropout`, so
-    that sampling may be guided (classifier-free guidance).
+    In training a sample's class is replaced by "no class" with probability 0.1, `class_dropout`, so that sampling may
+    be guided (classifier-free guidance).
 
-    Inputs may have any size, in every call: sizes that the patch does not divide are padded at the
-    end, and the output is cropped.
+    Inputs may have any size, in every call: sizes that the patch does not divide are padded at the end, and the output
+    is cropped.
 
-    Depths and widths are DiT's. (The generation networks in the paper of LightNet have 1.5 times
-    the layers, and cannot have adaptive norms in each of them.) With patches of 2 x 2 cells of 4
-    channels and 1,000 classes the four sizes have 33.2, 131, 459 and 677 million parameters, 0.94,
-    0.47, 0.31 and 0.31 % more than DiT's, which include a variance in the output: an output gate,
-    local mixing and MD-TPE are added, and the gated MLP has no biases. `tpe_states` is a quarter of
-    NDLightNet's for that.
+    Depths and widths are DiT's. (The generation networks in the paper of LightNet have 1.5 times the layers, and cannot
+    have adaptive norms in each of them.) With patches of 2 x 2 cells of 4 channels and 1,000 classes the four sizes
+    have 33.2, 131, 459 and 677 million parameters, 0.94, 0.47, 0.31 and 0.31 % more than DiT's, which include a
+    variance in the output: an output gate, local mixing and MD-TPE are added, and the gated MLP has no biases.
+    `tpe_states` is a quarter of NDLightNet's for that.
     """
 
     head_of: ClassVar = {"num_classes": "class_embed."}

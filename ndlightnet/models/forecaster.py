@@ -38,26 +38,25 @@ class CrossBlock(Block):
 
 
 class Forecaster(Pretrained):
-    """Predict the later values of a series from its input values and the times of all steps, in
-    one pass (Informer, Zhou et al. 2021, without its distilling).
+    """Predict the later values of a series from its input values and the times of all steps, in one pass (Informer,
+    Zhou et al. 2021, without its distilling).
 
-    A step is a token: its values, zeros in the later steps, its time features and its position
-    (sinusoidal), embedded alike in encoder and decoder. The encoder's blocks read all input steps,
-    not causally. The decoder's read the last `label_length` of them and the later steps, causally
-    as in Informer, and the encoder's output. Unlike Informer, each column's mean period over the
-    input steps (its mean day for hourly steps and `period=24`; its mean for 1) is subtracted from
-    its values and added to the forecast, since the level of a series drifts.
+    A step is a token: its values, zeros in the later steps, its time features and its position (sinusoidal), embedded
+    alike in encoder and decoder. The encoder's blocks read all input steps, not causally. The decoder's read the last
+    `label_length` of them and the later steps, causally as in Informer, and the encoder's output. Unlike Informer, each
+    column's mean period over the input steps (its mean day for hourly steps and `period=24`; its mean for 1) is
+    subtracted from its values and added to the forecast, since the level of a series drifts.
 
     Args:
         in_chans: columns of the series.
-        label_length: input steps that the decoder starts from. If these are all, encoder and
-            decoder count from the same step, which matters to mixers with a position code.
-        period: steps after which the series roughly repeats. The mean is over all whole periods
-            that end with the last input step.
+        label_length: input steps that the decoder starts from. If these are all, encoder and decoder count from the
+            same step, which matters to mixers with a position code.
+        period: steps after which the series roughly repeats. The mean is over all whole periods that end with the last
+            input step.
         embed_dim, depth, decoder_depth: width and numbers of blocks.
-        mixer: as in NDLightNet; the decoder's layers follow the encoder's. cross: likewise, for the
-            decoder's layers to read the encoder's output, called with `context`; default: the cross
-            form of `mixer`, or of LightNet attention where it has none.
+        mixer: as in NDLightNet; the decoder's layers follow the encoder's. cross: likewise, for the decoder's layers to
+            read the encoder's output, called with `context`; default: the cross form of `mixer`, or of LightNet
+            attention where it has none.
         drop_rate: dropout after the embedding and before the head.
         device, dtype: as in NDLightNet.
     """

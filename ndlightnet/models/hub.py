@@ -32,8 +32,7 @@ Net = TypeVar("Net", bound="Pretrained")
 
 
 class Pretrained(Configured):
-    """Base class of networks with `save_pretrained`, `from_pretrained`, `push_to_hub` and
-    `from_checkpoint`."""
+    """Base class of networks with `save_pretrained`, `from_pretrained`, `push_to_hub` and `from_checkpoint`."""
 
     # arguments for whose sake a head is new: {argument: beginning of the names of its weights}
     head_of: ClassVar[dict[str, str]] = {}
@@ -65,13 +64,12 @@ class Pretrained(Configured):
         pipeline_tag: str | None = None,
         repo_id: str | None = None,
     ) -> Path:
-        """Write config.json, model.safetensors and README.md, each whole or not at all. Return the
-        folder.
+        """Write config.json, model.safetensors and README.md, each whole or not at all. Return the folder.
 
-        The other arguments are for the model card: license: its name on the Hub, such as
-        "apache-2.0". data: what the network was trained on, sentences or names of data sets.
-        metrics: results by name. pipeline_tag: default: by the kind of network. repo_id: for the
-        example. A README.md that is there stays, unless one of these is given.
+        The other arguments are for the model card: license: its name on the Hub, such as "apache-2.0". data: what the
+        network was trained on, sentences or names of data sets.
+        metrics: results by name. pipeline_tag: default: by the kind of network. repo_id: for the example. A README.md
+        that is there stays, unless one of these is given.
         Needs safetensors and huggingface_hub. Raises ValueError for parameters that FSDP has split among processes.
         """
         save, card_data = _needed("safetensors.torch").save_file, _needed("huggingface_hub").ModelCardData
@@ -141,17 +139,15 @@ class Pretrained(Configured):
         force_download: bool = False,
         **arguments: Any,
     ) -> Net:
-        """Load a network from a folder of `save_pretrained`, or from a repository of the Hub, in
-        evaluation mode.
+        """Load a network from a folder of `save_pretrained`, or from a repository of the Hub, in evaluation mode.
 
-        name: folder, or "user/name". device, dtype: where to and what as; default: the CPU, the
-        dtype of the weights. revision, token, cache_dir, local_files_only, force_download: of the
-        download. arguments: of the constructor, in place of those in config.json, such as
-        drop_path_rate; a mixer that is not of ndlightnet has to be given. With another number of
-        classes the head is new, and a warning says so; with other input channels the first layer
-        is adapted as in timm, see `models.weights.adapt_in_chans`.
-        Raises ValueError, one line, for weights that do not fit, FileNotFoundError for files that
-        are not there. Nothing is imported that a file names.
+        name: folder, or "user/name". device, dtype: where to and what as; default: the CPU, the dtype of the weights.
+        revision, token, cache_dir, local_files_only, force_download: of the download. arguments: of the constructor, in
+        place of those in config.json, such as drop_path_rate; a mixer that is not of ndlightnet has to be given. With
+        another number of classes the head is new, and a warning says so; with other input channels the first layer is
+        adapted as in timm, see `models.weights.adapt_in_chans`.
+        Raises ValueError, one line, for weights that do not fit, FileNotFoundError for files that are not there.
+        Nothing is imported that a file names.
         """
         folder = Path(name)
         if not folder.is_dir():

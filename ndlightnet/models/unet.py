@@ -109,41 +109,37 @@ def _stretched(values: Sequence[int], count: int) -> list[int]:
 
 
 class NDLightUNet(Pretrained, Large):
-    """A U-Net whose encoder mixes with LightNet: `(batch, in_channels, *space)` -> `(batch,
-    out_channels, *space)`.
+    """A U-Net whose encoder mixes with LightNet: `(batch, in_channels, *space)` -> `(batch, out_channels, *space)`.
 
     Args:
         dims: number of axes.
         in_channels, out_channels: channels of the input; classes of the output (logits).
-        size: the defaults of `widths`, `convs` and `depths`, in SIZES. "hybrid": two levels of
-            convolutions, then levels of LightNet blocks alone, and a decoder that adds the
-            encoder's feature maps to its own; "S", "M" and "L": convolutions at all levels,
-            LightNet blocks too after the first, and a decoder that concatenates both. Default: "M";
-            "hybrid" for three axes and three levels or more, from torch's convolutions, if none of
-            these three is given.
-        strides: by how much each level after the first is coarser than the one before, one number
-            or one for each axis; sizes are rounded up. Default: 2 (1 along the first axis if
-            causal) for each level of `widths` after the first, or for three levels.
-        widths: channels per level. convs: convolution blocks of the encoder per level, one or more
-            in the first.
+        size: the defaults of `widths`, `convs` and `depths`, in SIZES. "hybrid": two levels of convolutions, then
+            levels of LightNet blocks alone, and a decoder that adds the encoder's feature maps to its own; "S", "M" and
+            "L": convolutions at all levels, LightNet blocks too after the first, and a decoder that concatenates both.
+            Default: "M"; "hybrid" for three axes and three levels or more, from torch's convolutions, if none of these
+            three is given.
+        strides: by how much each level after the first is coarser than the one before, one number or one for each axis;
+            sizes are rounded up. Default: 2 (1 along the first axis if causal) for each level of `widths` after the
+            first, or for three levels.
+        widths: channels per level. convs: convolution blocks of the encoder per level, one or more in the first.
         depths: LightNet blocks per level; 0: convolutions only.
-        mixer, tpe: as in NDLightNet; `mixer` counts layers from the first level to the
-            last. drop_path_rate: stochastic depth of every block.
-        deep_supervision: in training the output is a list: the logits, then those of the coarser
-            levels of the decoder, each on the grid of that level.
-        separable: build it from separable blocks (local mixing, then a gated MLP) and linear maps
-            of patches, with layer norm in place of instance norm, rather than from torch's
-            convolutions. Default: where torch has none (dims > 3), and for a causal network.
-        causal: no output depends on a later step of the first axis (time). Separable networks with
-            strides of 1 along it only.
+        mixer, tpe: as in NDLightNet; `mixer` counts layers from the first level to the last. drop_path_rate: stochastic
+            depth of every block.
+        deep_supervision: in training the output is a list: the logits, then those of the coarser levels of the decoder,
+            each on the grid of that level.
+        separable: build it from separable blocks (local mixing, then a gated MLP) and linear maps of patches, with
+            layer norm in place of instance norm, rather than from torch's convolutions. Default: where torch has none
+            (dims > 3), and for a causal network.
+        causal: no output depends on a later step of the first axis (time). Separable networks with strides of 1 along
+            it only.
         device, dtype: as in NDLightNet.
 
-    The names spatial_dims, in_chans and num_classes are accepted for dims, in_channels and
-    out_channels, as keywords in Python.
+    The names spatial_dims, in_chans and num_classes are accepted for dims, in_channels and out_channels, as keywords in
+    Python.
 
-    Inputs may have any size: where strides do not divide it, it is padded before, cropped after.
-    That holds for an exported network as well, with sizes as in NDLightNet and two cells or more
-    along each axis of the coarsest level.
+    Inputs may have any size: where strides do not divide it, it is padded before, cropped after. That holds for an
+    exported network as well, with sizes as in NDLightNet and two cells or more along each axis of the coarsest level.
     """
 
     adapts_channels = True

@@ -67,9 +67,8 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class AdaptiveBlock(Initialized):
-    """Residual block whose norms follow a condition (adaLN-Zero): x + gate mixer(norm x), then
-    x + gate mlp(norm x), where norm x is scaled and shifted. Initially the gates are 0, and the
-    block changes nothing."""
+    """Residual block whose norms follow a condition (adaLN-Zero): x + gate mixer(norm x), then x + gate mlp(norm x),
+    where norm x is scaled and shifted. Initially the gates are 0, and the block changes nothing."""
 
     def __init__(self, dim: int, mixer: Callable[[int], nn.Module]) -> None:
         super().__init__()

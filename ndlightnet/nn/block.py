@@ -79,9 +79,8 @@ class Block(Initialized):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, causal: bool = False, layout: Layout | None = None
     ) -> Tensor:
-        """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid), False =
-        padding. With a layout tokens may also be (batch, length, dim), mask (batch, length); a pack
-        is (length, dim)."""
+        """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid), False = padding. With a layout
+        tokens may also be (batch, length, dim), mask (batch, length); a pack is (length, dim)."""
         grid = layout or layout_of_tokens(x)
         y, mask = grid.tokens(x), grid.flatten_mask(mask)
         y = y + self.drop_path(mix(self.mixer, self.norm1(y), mask, causal, grid), grid)

@@ -13,9 +13,8 @@ from ndlightnet.nn.initial import Initialized
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding of numbers that a user calls `argument`. On a CPU it raises a ValueError where
-    one is out of range, in eager mode; on a GPU, which would have to wait for the numbers, torch's
-    assertion ends the process."""
+    """nn.Embedding of numbers that a user calls `argument`. On a CPU it raises a ValueError where one is out of range,
+    in eager mode; on a GPU, which would have to wait for the numbers, torch's assertion ends the process."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, argument: str) -> None:
         super().__init__(num_embeddings, embedding_dim)

@@ -22,8 +22,7 @@ class GridLayer(Initialized):
     grad_checkpointing = False
 
     def recomputed(self, function: Any, *inputs: Any, **options: Any) -> Tensor:
-        """Call a function, whose activations are computed again in the backward pass with
-        `grad_checkpointing`."""
+        """Call a function, whose activations are computed again in the backward pass with `grad_checkpointing`."""
         if self.grad_checkpointing and self.training:
             return checkpoint(function, *inputs, use_reentrant=False, **options)
         return function(*inputs, **options)

@@ -36,8 +36,7 @@ class TokenNorm(nn.LayerNorm):
 
 
 class LocalBlock(GridLayer):
-    """Residual block of a separable convolution: x + mlp(local(norm x)), the gated MLP over
-    channels."""
+    """Residual block of a separable convolution: x + mlp(local(norm x)), the gated MLP over channels."""
 
     def __init__(self, dims: int, dim: int, causal: bool = False) -> None:
         super().__init__()
@@ -57,9 +56,8 @@ class LocalBlock(GridLayer):
 
 
 class PatchDown(Patchify):
-    """Map each block of cells to one cell by a linear map: (batch, *space, dim) -> (batch, *grid,
-    outputs), a strided convolution whose kernel is its stride. Sizes that the stride does not
-    divide are padded with zeros at the end."""
+    """Map each block of cells to one cell by a linear map: (batch, *space, dim) -> (batch, *grid, outputs), a strided
+    convolution whose kernel is its stride. Sizes that the stride does not divide are padded with zeros at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.movedim(-1, 1))

@@ -47,11 +47,10 @@ class ResidualBlock(Initialized):
 class ConvStem(PatchEmbed):
     """Map `(batch, channels, *space)` to tokens `(batch, *grid, dim)` by residual convolutions.
 
-    The first convolution and each stage but the first halve the axes whose patch is not yet
-    reached, axes of smaller patches last; grid = ceil(size / patch). A stage has `blocks` residual
-    blocks, and twice the channels of the one before, `dim` in the last. With patches of (4, 8, 8),
-    dim=256 and blocks=2 this is R3D-18 (Tran et al., 2018, arXiv 1711.11248) without its last
-    stage; with (8, 8), but for its pooling, ResNet-18.
+    The first convolution and each stage but the first halve the axes whose patch is not yet reached, axes of smaller
+    patches last; grid = ceil(size / patch). A stage has `blocks` residual blocks, and twice the channels of the one
+    before, `dim` in the last. With patches of (4, 8, 8), dim=256 and blocks=2 this is R3D-18 (Tran et al., 2018, arXiv
+    1711.11248) without its last stage; with (8, 8), but for its pooling, ResNet-18.
 
     Args:
         dims: number of axes, 1 to 3.

@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet import (
-    Identity,
-    LightNetAttention,
-    NDLightNet,
-    SoftmaxAttention,
-    ndlightnet_base,
-    ndlightnet_small,
-    ndlightnet_tiny,
-)
+from ndlightnet import LightNetAttention, NDLightNet, ndlightnet_base, ndlightnet_small, ndlightnet_tiny
 
 SIZES = {1: (37,), 2: (13, 9), 3: (5, 6, 7), 4: (3, 4, 3, 5), 5: (3, 2, 3, 2, 3)}
 tiny = partial(NDLightNet, in_chans=2, num_classes=5, embed_dim=32, depth=2, tpe_states=4)
@@ -173,19 +165,6 @@ def test_language_model_ties_its_weights_and_others_do_not():
     assert model(torch.zeros(2, 7, dtype=torch.long)).shape == (2, 7, 50)
     classifier = text(num_classes=3, causal=False)
     assert classifier(torch.zeros(2, 7, dtype=torch.long)).shape == (2, 3)
-
-
-@pytest.mark.parametrize("mixer", [Identity, SoftmaxAttention, partial(LightNetAttention, lrpe=None)])
-@pytest.mark.parametrize("tpe", [True, False])
-def test_mixer_and_tpe_are_options(mixer, tpe):
-    model = tiny(2, patch_size=2, mixer=mixer, tpe=tpe)
-    assert (model.tpe is not None) == tpe
-    kind = getattr(mixer, "func", mixer)
-    assert all(isinstance(block.mixer, kind) for block in model.blocks)
-    x = torch.randn(2, 2, 6, 4, requires_grad=True)
-    assert grad(model(x).sum(), x)[0].any()
-    with_mask = model(x, torch.ones(2, 6, 4, dtype=torch.bool))
-    assert torch.allclose(with_mask, model(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -14,7 +14,6 @@ from torch import nn
 
 from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, mixers, ndlightnet_tiny
 from ndlightnet.models import Forecaster
-from ndlightnet.nn.mixers.names import CATALOGUE
 
 SMALL = {"embed_dim": 16, "depth": 2, "tpe_states": 4, "num_classes": 3}
 rotary = partial(mixers.LightNetAttention, lrpe="rotary", local="both", heads=1)
@@ -76,13 +75,6 @@ def test_all_arguments_are_there_under_their_own_names():
     assert ndlightnet_tiny(2).config["mixer"] == "published_mixer"
     written = Forecaster(embed_dim=8).config["mixer"]
     assert written["LightNetAttention"]["radius"] == 1  # a mixer's defaults, too
-
-
-@pytest.mark.parametrize("name", mixers.__all__)
-def test_all_mixers_by_name(name):
-    net = NDLightNet(2, 1, patch_size=2, mixer=name, **SMALL)
-    assert type(net.blocks[0].mixer) is CATALOGUE[name]
-    same(net, NDLightNet(**through_json(net.config)), torch.randn(1, 1, 6, 6))
 
 
 def apply(activation, mixer, dim):

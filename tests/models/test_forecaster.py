@@ -15,14 +15,13 @@ from ndlightnet.nn.mixers.base import reads_context
 
 
 class Mean(nn.Module):
-    """A cross form that is simple to write down: the mean of the context; remembers its calls."""
+    """A cross form that is simple to write down: the mean of the context."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.proj, self.calls = nn.Linear(dim, dim), []
+        self.proj = nn.Linear(dim, dim)
 
     def forward(self, x, *, context=None, mask=None, causal=False):
-        self.calls.append((x.shape, None if context is None else context.shape, mask, causal))
         if context is None:
             count = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
             mean = x.cumsum(1) / count if causal else x.mean(1, keepdim=True)
@@ -92,16 +91,6 @@ def test_without_a_network_it_is_the_mean_day(past, horizon):
     for hour in range(past):  # backwards from the end, the forecast's hours are those of the input
         expected = values[:, hour] - simple_forecasts(values, 24)["mean_day"][:, (hour - past) % 24]
         torch.testing.assert_close(read[:, hour], expected)
-
-
-def test_how_the_mixers_are_called():
-    net = tiny(mixer=Mean, cross=Mean)
-    net(*inputs())
-    for block in net.encoder:
-        assert block.mixer.calls == [((2, 10, 16), None, None, False)]
-    for block in net.decoder:
-        assert block.mixer.calls == [((2, 11, 16), None, None, True)]
-        assert block.cross.calls == [((2, 11, 16), (2, 10, 16), None, False)]
 
 
 def test_nothing_is_known_of_the_later_steps():

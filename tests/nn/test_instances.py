@@ -337,3 +337,14 @@ def test_the_short_convolution_of_delta_rules_is_torchs(close, name):
     inputs = m.inputs(torch.nn.functional.pad(z, (0, 0, 3, 0)), None)
     near = torch.nn.functional.conv1d(torch.nn.functional.pad(z[..., :48].mT, (3, 0)), m.conv[:, None], groups=48)
     close(inputs.v.flatten(2), torch.nn.functional.silu(near.mT)[..., 32:], 1e-12)
+
+
+GATES = {"GLA": "silu", "GatedDeltaNet": "silu", "KimiDeltaAttention": "sigmoid"}
+
+
+@pytest.mark.parametrize("name, activation", GATES.items())
+def test_gates_of_the_output(close, name, activation):
+    m = getattr(mixers, name)(16, 2).double()
+    inputs, (y, _) = recurrence(m)
+    gate = getattr(torch.nn.functional, activation)(inputs.gate)
+    close(m.output(inputs, y), m.o_proj((m.norm(y) * gate).flatten(2)), 1e-12)

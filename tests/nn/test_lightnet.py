@@ -42,11 +42,6 @@ def test_cross_form_reads_a_source_on_another_grid(close, shape, lrpe):
     close(alone.flatten(), y[target].flatten(), 1e-5)  # targets do not see each other
 
 
-def test_self_form_is_the_cross_form_on_itself(close):
-    layer, x = LightNetAttention(32, 2), torch.randn(2, 4, 6, 32)
-    close(layer(x, context=x), layer(x), 1e-6)
-
-
 @pytest.mark.parametrize("options", [{}, {"window": 2}, {"forget": 0.5}], ids=str)
 def test_causal_layer_on_a_grid_is_its_formula(dense, close, options):
     """Along the first axis, by frames of 6 tokens."""

@@ -41,10 +41,10 @@ def padded(axes: int, corner: bool = False) -> tuple[Tensor, Tensor, list[tuple]
     grid = sizes(axes)
     mask, boxes = torch.zeros(3, *grid, dtype=torch.bool), []
     for row in range(3):
-        own = sizes(axes, grid)
-        room = zip(grid, own, strict=True)
+        shape = sizes(axes, grid)
+        room = zip(grid, shape, strict=True)
         first = (0 if corner else int(torch.randint(n - size + 1, ())) for n, size in room)
-        box = (row, *(slice(at, at + size) for at, size in zip(first, own, strict=True)))
+        box = (row, *(slice(at, at + size) for at, size in zip(first, shape, strict=True)))
         mask[box] = True
         boxes.append(box)
     x = torch.randn(3, *grid, 16, dtype=torch.float64)
@@ -76,11 +76,11 @@ def check(run, x: Tensor, mask: Tensor, boxes: list[tuple], m: nn.Module) -> Non
     pulls = [torch.randn_like(out[0]) for out in outputs]
     both = zip(boxes, outputs, pulls, strict=True)
     losses = [((y[box] * pull).sum(), (out[0] * pull).sum()) for box, out, pull in both]
-    padded, own = (sum(part) for part in zip(*losses, strict=True))
+    padded, single = (sum(loss) for loss in zip(*losses, strict=True))
     dx, *dp = grad(padded, [x, *learnt(m)])
-    agree([dx[box] for box in boxes], [g[0] for g in grad(own, alone, retain_graph=True)])
+    agree([dx[box] for box in boxes], [g[0] for g in grad(single, alone, retain_graph=True)])
     if dp:
-        agree(dp, grad(own, learnt(m)))
+        agree(dp, grad(single, learnt(m)))
     broken = x.detach().masked_fill(~mask[..., None], torch.nan)
     assert torch.equal(run(broken, mask)[mask], y[mask])
 
@@ -122,8 +122,8 @@ def test_a_mask_can_be_compiled_and_exported(name):
     torch.compiler.reset()
     m, (x, mask, _) = build(name).eval(), padded(2)
     expected = m(x, mask=mask)[mask]
-    for made in (
+    for run in (
         torch.compile(m, backend="aot_eager", fullgraph=True),
         torch.export.export(m, (x,), {"mask": mask}).module(),
     ):
-        agree([made(x, mask=mask)[mask]], [expected])
+        agree([run(x, mask=mask)[mask]], [expected])

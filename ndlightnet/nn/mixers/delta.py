@@ -88,12 +88,11 @@ def unit(x: Tensor) -> Tensor:
 
 class GatedDeltaNet(_Delta):
     """DeltaNet with a decay for each head, before the delta rule, and a gate:
-    o_proj(norm(m_t^T q_t) * SiLU(gate)), m_t = alpha_t (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t
-    v_t^T, alpha_t = exp(-exp(A_log) softplus(. + dt_bias)).
+    o_proj(norm(m_t^T q_t) * SiLU(gate)), m_t = alpha_t (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t v_t^T, alpha_t =
+    exp(-exp(A_log) softplus(. + dt_bias)).
 
-    Args: as in DeltaNet; dt_min, dt_max: range of the initial steps softplus(dt_bias). A head's
-    initial exp(A_log) is up to 16: with the defaults, which are the original's, most heads begin
-    with a memory of less than 30 tokens.
+    Args: as in DeltaNet; dt_min, dt_max: range of the initial steps softplus(dt_bias). A head's initial exp(A_log) is
+    up to 16: with the defaults, which are the original's, most heads begin with a memory of less than 30 tokens.
     Parameters: 5 dim^2 + 12 dim + 2 heads dim + dim / heads + 2 heads.
 
     Values have as many channels as keys; in the original they have twice as many.

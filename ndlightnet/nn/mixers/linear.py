@@ -26,15 +26,14 @@ FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LinearAttention(StreamingMixer):
-    """Linear attention: o_proj of phi(q) . sum phi(k) v^T, divided by phi(q) . sum phi(k), with
-    phi = elu + 1.
+    """Linear attention: o_proj of phi(q) . sum phi(k) v^T, divided by phi(q) . sum phi(k), with phi = elu + 1.
 
     Args:
         dim: channels of a token.
         heads: default: one per 64 channels.
         context_dim: channels of the source in the cross form; default `dim`.
-        impl: "auto", "torch", "fla" or "reference" ("fla": the causal form with one token per
-            frame only); see ndlightnet.ops.recurrence.gated.
+        impl: "auto", "torch", "fla" or "reference" ("fla": the causal form with one token per frame only); see
+            ndlightnet.ops.recurrence.gated.
 
     No position code, unlike other mixers: MD-TPE in front of the blocks is the only one.
     Parameters: 4 dim^2.
@@ -57,9 +56,8 @@ class LinearAttention(StreamingMixer):
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def add_position(self, x: Tensor, grid: Grid, extent: Extent) -> Tensor:
-        """Encode the position in features (batch, length, heads, head_dim) -> (batch, length,
-        heads, rows * head_dim). extent: as in `bounds`, but None along the first axis of the causal
-        form, whose length is unknown."""
+        """Encode the position in features (batch, length, heads, head_dim) -> (batch, length, heads, rows * head_dim).
+        extent: as in `bounds`, but None along the first axis of the causal form, whose length is unknown."""
         return x
 
     def bounds(self, grid: Grid, source: Grid | None, mask: Tensor | None) -> tuple[Grid, Extent]:

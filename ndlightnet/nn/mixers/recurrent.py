@@ -57,10 +57,9 @@ class Recurrent(StreamingMixer):
     """A mixer that reads tokens one after the other, on a grid of any number of axes.
 
     scan: how it covers a grid. "raster": row by row, forward (the last axis runs fastest). "both":
-    forward and backward. "axes": forward and backward in as many orders as there are axes, in each
-    of which another axis runs fastest (2 x axes scans, as in VMamba). All scans share their
-    weights; their outputs are summed, and a token reads itself in the first scan only. With
-    causal=True a grid is read row by row, forward, whatever `scan` is.
+    forward and backward. "axes": forward and backward in as many orders as there are axes, in each of which another
+    axis runs fastest (2 x axes scans, as in VMamba). All scans share their weights; their outputs are summed, and a
+    token reads itself in the first scan only. With causal=True a grid is read row by row, forward, whatever `scan` is.
 
     A subclass defines `project`, `inputs`, `recur`, `output` and `initial_memory`.
     """
@@ -109,9 +108,8 @@ class Recurrent(StreamingMixer):
     def read_orders(
         self, x: Tensor, grid: Grid, mask: Tensor | None, causal: bool
     ) -> tuple[Any, Tensor, Tensor, Order]:
-        """Read a grid in all orders. Return the inputs in the first order, what tokens read in all
-        orders (batch, length, ...), the last memory of each order (orders, batch, ...), and the
-        first order."""
+        """Read a grid in all orders. Return the inputs in the first order, what tokens read in all orders (batch,
+        length, ...), the last memory of each order (orders, batch, ...), and the first order."""
         batch = x.shape[0]  # not len(x), which torch.export takes as a constant
         orders = [Order(grid, axis, reverse, mask) for axis, reverse in self.orders(grid, causal)]
         ordered = None

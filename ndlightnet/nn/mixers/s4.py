@@ -1,5 +1,4 @@
-"""S4 with diagonal systems (Gu, Goel and Re, 2022, arXiv 2111.00396; S4D, 2022, arXiv
-2206.11893)."""
+"""S4 with diagonal systems (Gu, Goel and Re, 2022, arXiv 2111.00396; S4D, 2022, arXiv 2206.11893)."""
 
 from __future__ import annotations
 

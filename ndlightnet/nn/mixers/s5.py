@@ -1,5 +1,4 @@
-"""S5 (Smith, Warrington and Linderman, 2023, arXiv 2208.04933): one linear system for all
-channels."""
+"""S5 (Smith, Warrington and Linderman, 2023, arXiv 2208.04933): one linear system for all channels."""
 
 from __future__ import annotations
 

@@ -15,9 +15,8 @@ from ndlightnet.ops.dtypes import accumulator
 
 
 class TNL(Keyed):
-    """TNL: o_proj(norm(m_t^T q_t) * sigmoid(gate)), m_t = lambda m_(t-1) + k_t v_t^T, with q and k
-    after SiLU, a norm without weights for each head, and lambda = exp(-2^(-8 h / heads)) in head
-    h = 1, ..., heads.
+    """TNL: o_proj(norm(m_t^T q_t) * sigmoid(gate)), m_t = lambda m_(t-1) + k_t v_t^T, with q and k after SiLU, a norm
+    without weights for each head, and lambda = exp(-2^(-8 h / heads)) in head h = 1, ..., heads.
 
     Args:
         dim: channels of a token.
