@@ -471,7 +471,8 @@ class NDLightNet(Pretrained, Large):
         return self.forward_head(self.forward_features(x, mask), mask=mask)
 
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
-        __call__ = forward
+
+        def __call__(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor: ...
 
     @property
     def bytes_per_cell(self) -> float:  # type: ignore[override]

@@ -36,7 +36,7 @@ class Config(dict[str, Any]):
 
 class Configured(Initialized):
     """Base class of networks that know their arguments. Constructors have the decorator
-    `recorded`; those of subclasses are recorded without it, and end with `init_network`."""
+    `recorded`; those of subclasses are recorded without it."""
 
     # what other changes of a network leave as it is, see `record`
     usual: ClassVar[dict[str, Any]] = {}

@@ -147,7 +147,8 @@ class NDLightDiT(Pretrained):
         return cells.movedim(-1, 1).contiguous()
 
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
-        __call__ = forward
+
+        def __call__(self, x: Tensor, t: Tensor | float, y: Tensor | None = None) -> Tensor: ...
 
     def _condition(self, t: Tensor | float, y: Tensor | None, batch: int, device: torch.device) -> Tensor:
         """Return the condition (batch, embed_dim) of times and classes."""

@@ -154,7 +154,11 @@ class Pretrained(Configured):
             if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
                 raise FileNotFoundError(f"{name}: no such folder, and no name of a repository")
             download = _needed("huggingface_hub").snapshot_download
-            options = {"token": token, "local_files_only": local_files_only, "force_download": force_download}
+            options: dict[str, Any] = {
+                "token": token,
+                "local_files_only": local_files_only,
+                "force_download": force_download,
+            }
             options |= {"revision": revision, "cache_dir": cache_dir, "allow_patterns": [CONFIG, WEIGHTS]}
             folder = Path(download(str(name), **options))
         for file in (CONFIG, WEIGHTS):

@@ -9,7 +9,7 @@ import torch
 from ndlightnet.layout import Grid
 from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers import lightnet
-from ndlightnet.ops import causal_attention, fla
+from ndlightnet.ops import fla
 from ndlightnet.ops.dispatch import Support
 from ndlightnet.ops.recurrence import memory
 
@@ -94,25 +94,6 @@ def test_lrpe_turns_its_memory(close, core):
         y, _ = memory.reference(q, k, turned.transpose(0, 1)[None, None], v, None, torch.matmul)
     y = torch.nn.functional.rms_norm(y, y.shape[-1:], eps=1e-6)
     close(m(x, causal=True), m.o_proj(y.flatten(2)), 1e-5)  # frequencies are float32
-
-
-def test_lavo_remembers_a_running_mean(close):
-    """e = 1 / t, f = (t - 1) / t: a memory (1, head_dim) of values, without the local branch."""
-    m = mixers.LAVO(16, 2, window=None).double()
-    x = torch.randn(2, N, 16, dtype=torch.float64)
-    q, v = (proj(x).unflatten(-1, (2, 8)) for proj in (m.q_proj, m.v_proj))
-    count = torch.arange(1, N + 1, dtype=torch.float64).reshape(1, N, 1, 1)
-    ones = torch.ones(2, N, 2, 1, dtype=torch.float64)
-    mean, _ = memory.reference(ones, ones / count, ((count - 1) / count)[..., None], v)
-    close(m(x, causal=True), m._output(q, mean), 1e-11)
-
-
-def test_lightnet_forgets_what_it_takes_in(close):
-    """e_t = exp(k_t) / s_t, f_t = 1 - e_t, with s_t the sum of exp(k) so far."""
-    q, k, v = torch.randn(3, 2, N, 2, 8, dtype=torch.float64)
-    e = k.exp() / k.exp().cumsum(1)
-    y, _ = memory.reference(torch.nn.functional.silu(q), e, (1 - e)[..., None], v)
-    close(causal_attention(q, k, v)[0], y, 1e-11)
 
 
 @pytest.mark.parametrize("name", ["TNL", "GLA", "HGRN2", "DeltaNet", "KimiDeltaAttention"])

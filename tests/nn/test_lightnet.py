@@ -11,13 +11,25 @@ from ndlightnet.nn.mixers import WithLocal
 GRIDS = ((7,), (4, 6), (3, 4, 5), (2, 3, 2, 4))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_layer_is_its_formula(dense, close, causal):
-    """o_proj(norm(merged heads) * sigmoid(low-rank gate)), from the weights (maths.md 5.2)."""
-    layer = LightNetAttention(12, 2, lrpe=None, bias=True).double()
-    x = torch.randn(2, 9, 12, dtype=torch.float64)
-    q, k, v = (p(x).unflatten(-1, (2, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    y = dense(q, k, v, causal=causal).flatten(2)
+FORMULAS = [
+    (False, {}),
+    (False, {"bias": True}),
+    *((True, o) for o in ({"bias": True}, {"window": 2}, {"forget": 0.5})),
+]
+
+
+@pytest.mark.parametrize("causal, options", FORMULAS)
+def test_layer_is_its_formula(dense, close, causal, options):
+    """o_proj(norm(merged heads) * sigmoid(low-rank gate)), from the weights (maths.md 5.2); causal along
+    the first axis, by frames of 6 tokens."""
+    layer = LightNetAttention(12, 2, lrpe=None, **options).double()
+    x = torch.randn(2, 4, 2, 3, 12, dtype=torch.float64)
+    q, k, v = (p(x).flatten(1, 3).unflatten(-1, (2, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    frame = torch.arange(24) // 6
+    age = frame[:, None] - frame
+    see = ((age >= 0) & (age < options.get("window", 9))).double()
+    see = see * torch.exp(-options.get("forget", 0.0) * age.clamp(min=0).double())
+    y = dense(q, k, v, see=see if causal else torch.ones_like(see)).reshape(x.shape)
     y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
     gate = layer.gate[1](layer.gate[0](x)).sigmoid()
     close(layer(x, causal=causal), layer.o_proj(y * gate), 1e-10)
@@ -40,22 +52,6 @@ def test_cross_form_reads_a_source_on_another_grid(close, shape, lrpe):
     target = (0, *[0] * len(shape))
     alone = layer(x[(slice(0, 1), *[slice(0, 1)] * len(shape))], context=context[:1])
     close(alone.flatten(), y[target].flatten(), 1e-5)  # targets do not see each other
-
-
-@pytest.mark.parametrize("options", [{}, {"window": 2}, {"forget": 0.5}], ids=str)
-def test_causal_layer_on_a_grid_is_its_formula(dense, close, options):
-    """Along the first axis, by frames of 6 tokens."""
-    layer = LightNetAttention(12, 2, lrpe=None, **options).double()
-    x = torch.randn(2, 4, 2, 3, 12, dtype=torch.float64)
-    q, k, v = (p(x).flatten(1, 3).unflatten(-1, (2, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    frame = torch.arange(24) // 6
-    age = frame[:, None] - frame
-    see = ((age >= 0) & (age < options.get("window", 9))).double()
-    see = see * torch.exp(-options.get("forget", 0.0) * age.clamp(min=0).double())
-    y = dense(q, k, v, see=see).reshape(x.shape)
-    y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
-    gate = layer.gate[1](layer.gate[0](x)).sigmoid()
-    close(layer(x, causal=True), layer.o_proj(y * gate), 1e-10)
 
 
 REFUSED = {  # options of the layer, of its call: the message

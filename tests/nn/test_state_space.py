@@ -14,7 +14,6 @@ from ndlightnet.nn.mixers.mamba import Mamba
 from ndlightnet.nn.mixers.rwkv import RWKV4
 from ndlightnet.nn.mixers.s4 import S4
 from ndlightnet.nn.mixers.s5 import S5
-from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.ssm import legs
 
 KINDS = {"S4": partial(S4, state=8), "S5": partial(S5, state=8), "Mamba": Mamba, "RWKV4": RWKV4}
@@ -75,21 +74,6 @@ def test_s5_is_one_system_of_all_channels(close):
     x.requires_grad_()
     pulled = grad(m.recur(m.inputs(x, None), m.initial_memory(2, None), 2)[0][:, -1, 0].sum(), x)[0]
     assert pulled.all()  # of every channel
-
-
-def test_s5_is_a_matrix_memory_with_an_input_of_ones(close):
-    """Memory (2 pairs, 1), e_t = B u_t, i = 1, f a rotation that shrinks; s a row of C for every
-    channel."""
-    m, x = build(KINDS["S5"]), tokens(N)
-    f, gain = zero_order_hold(m, m.log_dt)
-    e = torch.view_as_real(x.to(f.dtype) @ (torch.view_as_complex(m.B) * gain)).flatten(-2)
-    s = torch.view_as_real(2 * torch.view_as_complex(m.C).conj()).flatten(-2)
-    turn = torch.block_diag(*(torch.stack([z.real, -z.imag, z.imag, z.real]).reshape(2, 2) for z in f))[
-        None, None, None
-    ]
-    e, s = e[:, :, None].expand(-1, -1, DIM, -1), s.expand(2, N, -1, -1)
-    y, _ = memory.reference(s, e, turn, torch.ones_like(e[..., :1]), None, torch.matmul)
-    close(m.recur(m.inputs(x, None), m.initial_memory(2, None), 2)[0], y[..., 0], 1e-12)
 
 
 def test_mamba_is_its_formula(close):

@@ -198,8 +198,8 @@ def _factory(label: str, mixer: Any) -> Factory:
         value = f"{type(mixer).__name__}(...)" if isinstance(mixer, nn.Module) else repr(mixer)
         raise ValueError(f"{label}={value}: expected {_FACTORY}")
     kind, settings = unwrapped(mixer)
-    if settings and (name := catalogue_name(kind)):
-        named_mixer(label, {name: settings})  # refuses arguments that it has not
+    if settings and (key := catalogue_name(kind)):
+        named_mixer(label, {key: settings})  # refuses arguments that it has not
     return mixer
 
 

@@ -172,7 +172,7 @@ class LightNetAttention(Constants, LocalMixer):
         return q, k, v, up(gate)
 
     def _causal(
-        self, qkv: tuple[Tensor, ...], layout: Layout, mask: Tensor | None, state: State | None = None
+        self, qkv: tuple[Tensor, Tensor, Tensor], layout: Layout, mask: Tensor | None, state: State | None = None
     ) -> tuple[Tensor, Any]:
         """Return what tokens read, and with a state the next one."""
         self._refuse_rotary()
