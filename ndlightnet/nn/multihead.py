@@ -175,7 +175,18 @@ class MultiheadAttention(Initialized):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
-        __call__ = forward
+
+        def __call__(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            key_padding_mask: Tensor | None = None,
+            need_weights: bool = True,
+            attn_mask: Tensor | None = None,
+            average_attn_weights: bool = True,
+            is_causal: bool = False,
+        ) -> tuple[Tensor, Tensor | None]: ...
 
 
 def check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:

@@ -76,7 +76,16 @@ class Mixer(Initialized, ABC):
         return y.reshape(x.shape)
 
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
-        __call__ = forward
+
+        def __call__(
+            self,
+            x: Tensor,
+            *,
+            mask: Tensor | None = None,
+            causal: bool = False,
+            layout: Layout | None = None,
+            context: Tensor | None = None,
+        ) -> Tensor: ...
 
     @abstractmethod
     def mix(self, x: Tensor, layout: Any, mask: Tensor | None, causal: bool) -> Tensor:
