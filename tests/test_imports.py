@@ -181,7 +181,7 @@ def test_a_circle_is_caught(text):
         ("ndlightnet/models/x.py", "import_module('ndlightnet.training')"),
         ("ndlightnet/models/x.py", "from ndlightnet.data import video"),
         ("ndlightnet/layout/x.py", "from ndlightnet.ops import State"),
-        ("ndlightnet/layout/x.py", "from ndlightnet.nn.patch import Patchify"),
+        ("ndlightnet/layout/x.py", "from ndlightnet.nn.embedding import Patchify"),
         ("ndlightnet/parallel/x.py", "from ndlightnet.ops import State"),
         ("ndlightnet/layout/x.py", "from ndlightnet.parallel import Slab"),
         ("ndlightnet/data/x.py", "from ndlightnet.inference import predict_volume"),

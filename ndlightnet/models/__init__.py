@@ -3,7 +3,7 @@
 from ndlightnet.models.backbone import NDLightNet, ndlightnet_base, ndlightnet_small, ndlightnet_tiny
 from ndlightnet.models.dit import DIT_SIZES, NDLightDiT
 from ndlightnet.models.forecaster import Forecaster
-from ndlightnet.models.frames import FrameByFrame, FramesAsChannels
+from ndlightnet.models.frame_networks import FrameByFrame, FramesAsChannels
 from ndlightnet.models.masked import MaskedDecoder, Reconstruction, masked_loss
 from ndlightnet.models.unet import NDLightUNet
 

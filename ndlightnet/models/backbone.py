@@ -15,18 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Boxed, Grid, Layout, Packed, pack, per_axis
 from ndlightnet.layout.abstract import check_integers, check_not_empty
-from ndlightnet.models.config import recorded
+from ndlightnet.models.config import accept_other_names, recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.large import Large
-from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.stream import Stream, StreamState
-from ndlightnet.models.weights import adapt_in_chans
-from ndlightnet.nn.block import Block, init_network, init_weights, undecayed_names
-from ndlightnet.nn.embedding import Embedding
-from ndlightnet.nn.initial import reset
+from ndlightnet.nn.block import Block, init_network, init_weights
+from ndlightnet.nn.embedding import Embedding, PatchEmbed, Patchify
+from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
-from ndlightnet.nn.patch import PatchEmbed, Patchify
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.nn.stem import ConvStem
 from ndlightnet.ops.dtypes import check_not_wider, check_tensors
@@ -60,7 +57,6 @@ class NDLightNet(Pretrained, Large):
         mixer: a name of ndlightnet.nn.mixers, such as "GLA", {name: arguments}, a function of the width that returns
             a mixer, or a list of one for each layer; for text, text_mixer. If its signature names `dims`, `layer` or
             `causal`, it is called with the number of axes, the index of the layer or the argument below, too.
-        mlp_ratio: hidden width of the gated MLP / embed_dim.
         tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: scan forward and backward
             along each axis (except the first one if causal); default: True unless causal on one axis. False is the
             paper's form, forward only.
@@ -82,6 +78,7 @@ class NDLightNet(Pretrained, Large):
     Methods and arguments for features, layer decay and other heads, patches and channels are timm's.
     """
 
+    adapts_channels = True
     usual: ClassVar = {"global_pool": "avg", "norm": True}
     head_of: ClassVar = {"num_classes": "head."}
     embed: Any
@@ -105,7 +102,6 @@ class NDLightNet(Pretrained, Large):
         depth: int = 12,
         stem_blocks: int = 0,
         mixer: Factories = LightNetAttention,
-        mlp_ratio: float = 8 / 3,
         tpe: bool = True,
         tpe_states: int = 128,
         tpe_bidirectional: bool | None = None,
@@ -113,7 +109,7 @@ class NDLightNet(Pretrained, Large):
         drop_path_rate: float = 0.0,
         causal: bool = False,
         vocab_size: int | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -149,7 +145,7 @@ class NDLightNet(Pretrained, Large):
         self.tpe = MDTPE(dims, embed_dim, tpe_states, tpe_bidirectional is not False, causal) if tpe else None
         rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.ModuleList(
-            Block(embed_dim, factory, mlp_ratio, rate) for factory, rate in zip(factories, rates, strict=True)
+            Block(embed_dim, factory, rate) for factory, rate in zip(factories, rates, strict=True)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head_drop = nn.Dropout(drop_rate)
@@ -164,12 +160,6 @@ class NDLightNet(Pretrained, Large):
         self.register_load_state_dict_post_hook(_tie_again)
         init_network(self)
 
-    def reset_parameters(self) -> None:
-        """Initialise all parameters and buffers as the constructor does, such as after `to_empty` of a network built
-        on device "meta"."""
-        reset(self)
-        init_network(self)
-
     def _tie(self) -> None:
         if self.tied:
             self.head.weight = self.embed.weight
@@ -178,9 +168,6 @@ class NDLightNet(Pretrained, Large):
         super()._apply(fn, recurse)
         self._tie()  # again, as `to_empty` makes two tensors of one on meta
         return self
-
-    def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        return adapt_in_chans(weights, self)
 
     @property
     def pipeline_tag(self) -> str | None:
@@ -233,10 +220,6 @@ class NDLightNet(Pretrained, Large):
             return
         self.embed.resize(new)
         self.record(patch_size=new)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of decays, angles and the like, which weight decay would distort."""
-        return undecayed_names(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing their activations."""

@@ -12,12 +12,15 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.block import init_network, undecayed_names
+from ndlightnet.nn.initial import Initialized, reset
 from ndlightnet.nn.mixers.names import described, jsonable
 
 PLACE = ("device", "dtype")
 MIXERS = ("mixer", "cross")  # arguments that are mixers, where a text is a name
 Init = TypeVar("Init", bound=Callable[..., None])
+# one name for one thing, with that of MONAI accepted where timm has another, and the other way round
+SAME = (("dims", "spatial_dims"), ("in_chans", "in_channels"), ("num_classes", "out_channels"))
 
 
 class Config(dict[str, Any]):
@@ -45,6 +48,16 @@ class Configured(Initialized):
             inherited = signature(super(cls, cls).__init__)
             cls.__init__ = _noting(init, list(inherited.parameters)[1:])  # type: ignore[method-assign]
 
+    def reset_parameters(self) -> None:
+        """Initialise all parameters and buffers as the constructor does, such as after `to_empty` of a network built
+        on device "meta"."""
+        reset(self)
+        init_network(self)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of decays, angles and the like, which weight decay would distort."""
+        return undecayed_names(self)
+
     @property
     def config(self) -> Config:
         """The constructor's arguments, all of them, so that a later change of a default does not
@@ -70,12 +83,33 @@ class Configured(Initialized):
                 beyond.pop(name, None)
 
 
-def recorded(init: Init) -> Init:
-    """Let a network's `__init__` note its arguments, and take two more: `device`, where it is
-    built, and `dtype`, which the network is then converted to, as by `to`.
+def accept_other_names(init: Init) -> Init:
+    """Let an `__init__` take the other name of each pair in SAME as a keyword, too.
 
-    The signature shows neither of these two: they are no options of a YAML file. Type checkers
-    read them in the source.
+    The signature stays that of `init`: YAML files, editors and type checkers know one name for one
+    thing. It is the outermost decorator: those inside see the names of the signature only.
+    Raises ValueError if both names of a pair are given.
+    """
+    parameters = list(signature(init).parameters)[1:]
+    names = {alias: name for pair in SAME for name, alias in (pair, pair[::-1]) if name in parameters}
+
+    @wraps(init)
+    def renamed(self: Any, *args: Any, **options: Any) -> None:
+        for alias in [name for name in options if name in names]:
+            name, value = names[alias], options.pop(alias)
+            if name in options or name in parameters[: len(args)]:
+                raise ValueError(f"{alias}={value!r} beside {name}: expected one of the two names")
+            options[name] = value
+        init(self, *args, **options)
+
+    return renamed  # type: ignore[return-value]
+
+
+def recorded(init: Init) -> Init:
+    """Let a network's `__init__` note its arguments, and take two more: `device`, where it is built, and `dtype`, which
+    the network is then converted to, as by `to`.
+
+    The signature shows neither of these two: they are no options of a YAML file. Type checkers read them in the source.
     """
     full = signature(init)
     options = [p for name, p in full.parameters.items() if name not in PLACE]

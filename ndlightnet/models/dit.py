@@ -15,12 +15,11 @@ from ndlightnet.layout.abstract import check_integers, check_not_empty
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.adaptive import AdaptiveBlock, Modulation, TimeEmbedding, modulate
-from ndlightnet.nn.block import init_network, undecayed_names
-from ndlightnet.nn.embedding import Embedding
-from ndlightnet.nn.initial import reset
+from ndlightnet.nn.block import init_network
+from ndlightnet.nn.embedding import Embedding, Patchify
+from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, layer_factories
-from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.ops.dtypes import check_floats, check_not_wider, check_tensors
 from ndlightnet.parallel import refuse_shards
@@ -30,9 +29,8 @@ DIT_SIZES: dict[str, tuple[int, int]] = {"S": (384, 12), "B": (768, 12), "L": (1
 
 
 class NDLightDiT(Pretrained):
-    """Diffusion transformer: noisy cells, their time and their class -> what a sampler asks for
-    (velocity or noise). Patches -> MD-TPE -> blocks with adaptive norms -> patches, on any number
-    of axes; initially the output is 0.
+    """Diffusion transformer: noisy cells, their time and their class -> what a sampler asks for (velocity or noise).
+    Patches -> MD-TPE -> blocks with adaptive norms -> patches, on any number of axes; initially the output is 0.
 
     Args:
         dims: number of axes of the input (1 signals, 2 images, 3 videos and volumes, ...).
@@ -44,18 +42,17 @@ class NDLightDiT(Pretrained):
         mixer, tpe, tpe_states: as in NDLightNet.
         device, dtype: as in NDLightNet.
 
-    In training a sample's class is replaced by "no class" with probability 0.1, `class_dropout`, so
-    that sampling may be guided (classifier-free guidance).
+    In training a sample's class is replaced by "no class" with probability 0.1, `class_dropout`, so that sampling may
+    be guided (classifier-free guidance).
 
-    Inputs may have any size, in every call: sizes that the patch does not divide are padded at the
-    end, and the output is cropped.
+    Inputs may have any size, in every call: sizes that the patch does not divide are padded at the end, and the output
+    is cropped.
 
-    Depths and widths are DiT's. (The generation networks in the paper of LightNet have 1.5 times
-    the layers, and cannot have adaptive norms in each of them.) With patches of 2 x 2 cells of 4
-    channels and 1,000 classes the four sizes have 33.2, 131, 459 and 677 million parameters, 0.94,
-    0.47, 0.31 and 0.31 % more than DiT's, which include a variance in the output: an output gate,
-    local mixing and MD-TPE are added, and the gated MLP has no biases. `tpe_states` is a quarter of
-    NDLightNet's for that.
+    Depths and widths are DiT's. (The generation networks in the paper of LightNet have 1.5 times the layers, and cannot
+    have adaptive norms in each of them.) With patches of 2 x 2 cells of 4 channels and 1,000 classes the four sizes
+    have 33.2, 131, 459 and 677 million parameters, 0.94, 0.47, 0.31 and 0.31 % more than DiT's, which include a
+    variance in the output: an output gate, local mixing and MD-TPE are added, and the gated MLP has no biases.
+    `tpe_states` is a quarter of NDLightNet's for that.
     """
 
     head_of: ClassVar = {"num_classes": "class_embed."}
@@ -75,7 +72,7 @@ class NDLightDiT(Pretrained):
         mixer: Factories = LightNetAttention,
         tpe: bool = True,
         tpe_states: int = 32,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -98,10 +95,10 @@ class NDLightDiT(Pretrained):
         self.modulation = Modulation(width, 2)
         self.unembed = nn.Linear(width, math.prod(self.embed.patch) * in_chans)
         self.grad_checkpointing = False
-        self._init()
-
-    def _init(self) -> None:
         init_network(self)
+        self._zero()
+
+    def _zero(self) -> None:
         for module in self.modules():
             if isinstance(module, Modulation):
                 module.zero_weights()
@@ -109,18 +106,12 @@ class NDLightDiT(Pretrained):
         nn.init.zeros_(self.unembed.bias)
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters and buffers as the constructor does, such as after `to_empty`
-        of a network built on device "meta"."""
-        reset(self)
-        self._init()
+        super().reset_parameters()
+        self._zero()
 
     @property
     def pipeline_tag(self) -> str | None:
         return "unconditional-image-generation" if self.dims == 2 and not self.num_classes else None
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of decays, angles and the like, which weight decay would distort."""
-        return undecayed_names(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing their activations."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.block import Block, init_network
-from ndlightnet.nn.initial import reset
+from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories, reads_context
 from ndlightnet.ops import frequencies
@@ -38,26 +38,25 @@ class CrossBlock(Block):
 
 
 class Forecaster(Pretrained):
-    """Predict the later values of a series from its input values and the times of all steps, in
-    one pass (Informer, Zhou et al. 2021, without its distilling).
+    """Predict the later values of a series from its input values and the times of all steps, in one pass (Informer,
+    Zhou et al. 2021, without its distilling).
 
-    A step is a token: its values, zeros in the later steps, its time features and its position
-    (sinusoidal), embedded alike in encoder and decoder. The encoder's blocks read all input steps,
-    not causally. The decoder's read the last `label_length` of them and the later steps, causally
-    as in Informer, and the encoder's output. Unlike Informer, each column's mean period over the
-    input steps (its mean day for hourly steps and `period=24`; its mean for 1) is subtracted from
-    its values and added to the forecast, since the level of a series drifts.
+    A step is a token: its values, zeros in the later steps, its time features and its position (sinusoidal), embedded
+    alike in encoder and decoder. The encoder's blocks read all input steps, not causally. The decoder's read the last
+    `label_length` of them and the later steps, causally as in Informer, and the encoder's output. Unlike Informer, each
+    column's mean period over the input steps (its mean day for hourly steps and `period=24`; its mean for 1) is
+    subtracted from its values and added to the forecast, since the level of a series drifts.
 
     Args:
         in_chans: columns of the series.
-        label_length: input steps that the decoder starts from. If these are all, encoder and
-            decoder count from the same step, which matters to mixers with a position code.
-        period: steps after which the series roughly repeats. The mean is over all whole periods
-            that end with the last input step.
+        label_length: input steps that the decoder starts from. If these are all, encoder and decoder count from the
+            same step, which matters to mixers with a position code.
+        period: steps after which the series roughly repeats. The mean is over all whole periods that end with the last
+            input step.
         embed_dim, depth, decoder_depth: width and numbers of blocks.
-        mixer: as in NDLightNet; the decoder's layers follow the encoder's. cross: likewise, for the
-            decoder's layers to read the encoder's output, called with `context`; default: the cross
-            form of `mixer`, or of LightNet attention where it has none.
+        mixer: as in NDLightNet; the decoder's layers follow the encoder's. cross: likewise, for the decoder's layers to
+            read the encoder's output, called with `context`; default: the cross form of `mixer`, or of LightNet
+            attention where it has none.
         drop_rate: dropout after the embedding and before the head.
         device, dtype: as in NDLightNet.
     """
@@ -75,7 +74,7 @@ class Forecaster(Pretrained):
         mixer: Factories = LightNetAttention,
         cross: Factories | None = None,
         drop_rate: float = 0.0,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -106,11 +105,6 @@ class Forecaster(Pretrained):
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head = nn.Linear(embed_dim, in_chans)
-        init_network(self)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters as the constructor does."""
-        reset(self)
         init_network(self)
 
     @property

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.models.card import model_card
-from ndlightnet.models.config import Configured
-from ndlightnet.models.other_names import SAME
-from ndlightnet.models.weights import load_weights, read_checkpoint
+from ndlightnet.models.config import SAME, Configured
+from ndlightnet.models.weights import adapt_in_chans, load_weights, read_checkpoint
 from ndlightnet.nn.mixers.names import customs
 from ndlightnet.version import __version__
 
@@ -33,20 +32,16 @@ Net = TypeVar("Net", bound="Pretrained")
 
 
 class Pretrained(Configured):
-    """Base class of networks with `save_pretrained`, `from_pretrained`, `push_to_hub` and
-    `from_checkpoint`."""
+    """Base class of networks with `save_pretrained`, `from_pretrained`, `push_to_hub` and `from_checkpoint`."""
 
     # arguments for whose sake a head is new: {argument: beginning of the names of its weights}
     head_of: ClassVar[dict[str, str]] = {}
+    adapts_channels = False  # whether weights for another number of input channels can be adapted
 
     @property
     def pipeline_tag(self) -> str | None:
         """The Hub's name of the network's task, None if there is none."""
         return None
-
-    def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return weights of such a network with another number of input channels for this one."""
-        return weights
 
     def description(self) -> dict[str, Any]:
         """Return what config.json holds: class, version and arguments. Raises ValueError if a
@@ -69,13 +64,12 @@ class Pretrained(Configured):
         pipeline_tag: str | None = None,
         repo_id: str | None = None,
     ) -> Path:
-        """Write config.json, model.safetensors and README.md, each whole or not at all. Return the
-        folder.
+        """Write config.json, model.safetensors and README.md, each whole or not at all. Return the folder.
 
-        The other arguments are for the model card: license: its name on the Hub, such as
-        "apache-2.0". data: what the network was trained on, sentences or names of data sets.
-        metrics: results by name. pipeline_tag: default: by the kind of network. repo_id: for the
-        example. A README.md that is there stays, unless one of these is given.
+        The other arguments are for the model card: license: its name on the Hub, such as "apache-2.0". data: what the
+        network was trained on, sentences or names of data sets.
+        metrics: results by name. pipeline_tag: default: by the kind of network. repo_id: for the example. A README.md
+        that is there stays, unless one of these is given.
         Needs safetensors and huggingface_hub. Raises ValueError for parameters that FSDP has split among processes.
         """
         save, card_data = _needed("safetensors.torch").save_file, _needed("huggingface_hub").ModelCardData
@@ -92,16 +86,9 @@ class Pretrained(Configured):
         _write(folder / WEIGHTS, lambda draft: save(weights, str(draft), {"format": "pt"}))
         _write(folder / CONFIG, lambda draft: draft.write_text(text, "utf-8"))
         if license or data or metrics or tags or repo_id or not (folder / CARD).exists():
-            card = model_card(
-                type(self).__name__,
-                card_data,
-                license=license,
-                data=[data] if isinstance(data, str) else data or (),
-                metrics=metrics or {},
-                tags=tags,
-                pipeline_tag=pipeline_tag or self.pipeline_tag,
-                repo_id=repo_id,
-            )
+            header = {"license": license, "tags": tags, "pipeline_tag": pipeline_tag or self.pipeline_tag}
+            sets = [data] if isinstance(data, str) else data or ()
+            card = model_card(type(self).__name__, repo_id, card_data, sets, metrics or {}, **header)
             _write(folder / CARD, lambda draft: draft.write_text(card, "utf-8"))
         return folder
 
@@ -135,16 +122,8 @@ class Pretrained(Configured):
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, repo_id=repo_id, **card)
             repo_id = api.create_repo(repo_id=repo_id, private=private, exist_ok=True).repo_id
-            return str(
-                api.upload_folder(
-                    repo_id=repo_id,
-                    repo_type="model",
-                    folder_path=folder,
-                    commit_message=commit_message,
-                    revision=revision,
-                    create_pr=create_pr,
-                )
-            )
+            options = {"commit_message": commit_message, "revision": revision, "create_pr": create_pr}
+            return str(api.upload_folder(repo_id=repo_id, repo_type="model", folder_path=folder, **options))
 
     @classmethod
     def from_pretrained(
@@ -160,34 +139,28 @@ class Pretrained(Configured):
         force_download: bool = False,
         **arguments: Any,
     ) -> Net:
-        """Load a network from a folder of `save_pretrained`, or from a repository of the Hub, in
-        evaluation mode.
+        """Load a network from a folder of `save_pretrained`, or from a repository of the Hub, in evaluation mode.
 
-        name: folder, or "user/name". device, dtype: where to and what as; default: the CPU, the
-        dtype of the weights. revision, token, cache_dir, local_files_only, force_download: of the
-        download. arguments: of the constructor, in place of those in config.json, such as
-        drop_path_rate; a mixer that is not of ndlightnet has to be given. With another number of
-        classes the head is new, and a warning says so; with other input channels the first layer
-        is adapted as in timm, see `models.weights.adapt_in_chans`.
-        Raises ValueError, one line, for weights that do not fit, FileNotFoundError for files that
-        are not there. Nothing is imported that a file names.
+        name: folder, or "user/name". device, dtype: where to and what as; default: the CPU, the dtype of the weights.
+        revision, token, cache_dir, local_files_only, force_download: of the download. arguments: of the constructor, in
+        place of those in config.json, such as drop_path_rate; a mixer that is not of ndlightnet has to be given. With
+        another number of classes the head is new, and a warning says so; with other input channels the first layer is
+        adapted as in timm, see `models.weights.adapt_in_chans`.
+        Raises ValueError, one line, for weights that do not fit, FileNotFoundError for files that are not there.
+        Nothing is imported that a file names.
         """
         folder = Path(name)
         if not folder.is_dir():
             if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
                 raise FileNotFoundError(f"{name}: no such folder, and no name of a repository")
             download = _needed("huggingface_hub").snapshot_download
-            folder = Path(
-                download(
-                    str(name),
-                    revision=revision,
-                    token=token,
-                    cache_dir=cache_dir,
-                    local_files_only=local_files_only,
-                    force_download=force_download,
-                    allow_patterns=[CONFIG, WEIGHTS],
-                )
-            )
+            options: dict[str, Any] = {
+                "token": token,
+                "local_files_only": local_files_only,
+                "force_download": force_download,
+            }
+            options |= {"revision": revision, "cache_dir": cache_dir, "allow_patterns": [CONFIG, WEIGHTS]}
+            folder = Path(download(str(name), **options))
         for file in (CONFIG, WEIGHTS):
             if not (folder / file).is_file():
                 raise FileNotFoundError(f"{name}: has no {file}, expected one of save_pretrained")
@@ -251,8 +224,8 @@ class Pretrained(Configured):
         except TypeError as error:
             raise ValueError(f"{source}: {error}") from error
         changed = {k: x for k, x in arguments.items() if k in saved and x != saved[k]}
-        if not changed.keys().isdisjoint(("in_chans", "in_channels")):
-            weights = net.adapted(weights)
+        if cls.adapts_channels and not changed.keys().isdisjoint(("in_chans", "in_channels")):
+            weights = adapt_in_chans(weights, net)
         fresh = []
         for name, head in cls.head_of.items():
             old, new = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,16 +20,16 @@ from ndlightnet.parallel.turns import Sweeper
 LEAST = 8  # slabs: while one is computed the next one is copied
 
 
-class Large:
+class Large(ABC):
     """Base class of networks that predict on volumes larger than their device."""
 
     dims: int
     slab_multiples: tuple[int, ...]  # cells along each axis that no cut may divide
     bytes_per_cell: float  # memory on the device for each cell of a slab, roughly
 
+    @abstractmethod
     def sweep(self, sweeper: Sweeper, volume: list[Any]) -> Tensor:
         """Return the network's result for the slabs of a volume."""
-        raise NotImplementedError
 
     def predict_large(
         self,

@@ -115,8 +115,7 @@ class MaskedDecoder(Initialized):
         x = self.tpe(layout.flatten(x), None, layout)
         for block in self.blocks:
             x = block(x, None, False, layout)
-        out: Tensor = self.head(self.norm(layout.unflatten(x)))
-        return out
+        return self.head(self.norm(layout.unflatten(x)))
 
 
 def masked_loss(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
-from ndlightnet.models.graphs import Graphs, clone
+from ndlightnet.models.cuda_graphs import Graphs, clone
 from ndlightnet.ops.dtypes import check_tensors
 from ndlightnet.parallel import is_sharded
 
@@ -68,8 +68,7 @@ class Stream:
         active: (batch,) flags of the streams that these frames belong to; the others pause.
         """
         if self.model.per_token:
-            head: Tensor = self.model.forward_head(self.features(x, active))
-            return head
+            return self.model.forward_head(self.features(x, active))
         groups = defaultdict(list)
         for row in self._rows(x, active):
             groups[self.waiting[row]].append(row)
@@ -93,8 +92,7 @@ class Stream:
     def prediction(self) -> Tensor:
         """Return (batch, num_classes) from all frames so far, by the mean over tokens."""
         mean = self.state.total / self.state.tokens.clamp(min=1)[:, None]
-        out: Tensor = self.model.head(mean.to(self.model._weight.dtype))
-        return out
+        return self.model.head(mean.to(self.model._weight.dtype))
 
     @torch.no_grad()
     def finish(self, active: Iterable[bool] | Tensor | None = None) -> Tensor:

@@ -18,19 +18,16 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import per_axis
 from ndlightnet.layout.abstract import check_integers, check_not_empty
-from ndlightnet.models.config import recorded
+from ndlightnet.models.config import accept_other_names, recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.large import Large
-from ndlightnet.models.other_names import accept_other_names
-from ndlightnet.models.weights import adapt_in_chans
-from ndlightnet.nn.block import init_network, undecayed_names
+from ndlightnet.nn.block import init_network
 from ndlightnet.nn.convolutional import Convolutional
-from ndlightnet.nn.initial import reset
-from ndlightnet.nn.layers import GridLayer, Layers
+from ndlightnet.nn.initial import Device, reset
+from ndlightnet.nn.layers import GridLayer, Layers, Stage
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.separable import Separable
-from ndlightnet.nn.stage import Stage
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 from ndlightnet.parallel import Exchange, Slab, layout_of
 from ndlightnet.parallel.turns import Layer, Sweeper
@@ -112,43 +109,40 @@ def _stretched(values: Sequence[int], count: int) -> list[int]:
 
 
 class NDLightUNet(Pretrained, Large):
-    """A U-Net whose encoder mixes with LightNet: `(batch, in_channels, *space)` -> `(batch,
-    out_channels, *space)`.
+    """A U-Net whose encoder mixes with LightNet: `(batch, in_channels, *space)` -> `(batch, out_channels, *space)`.
 
     Args:
         dims: number of axes.
         in_channels, out_channels: channels of the input; classes of the output (logits).
-        size: the defaults of `widths`, `convs` and `depths`, in SIZES. "hybrid": two levels of
-            convolutions, then levels of LightNet blocks alone, and a decoder that adds the
-            encoder's feature maps to its own; "S", "M" and "L": convolutions at all levels,
-            LightNet blocks too after the first, and a decoder that concatenates both. Default: "M";
-            "hybrid" for three axes and three levels or more, from torch's convolutions, if none of
-            these three is given.
-        strides: by how much each level after the first is coarser than the one before, one number
-            or one for each axis; sizes are rounded up. Default: 2 (1 along the first axis if
-            causal) for each level of `widths` after the first, or for three levels.
-        widths: channels per level. convs: convolution blocks of the encoder per level, one or more
-            in the first.
+        size: the defaults of `widths`, `convs` and `depths`, in SIZES. "hybrid": two levels of convolutions, then
+            levels of LightNet blocks alone, and a decoder that adds the encoder's feature maps to its own; "S", "M" and
+            "L": convolutions at all levels, LightNet blocks too after the first, and a decoder that concatenates both.
+            Default: "M"; "hybrid" for three axes and three levels or more, from torch's convolutions, if none of these
+            three is given.
+        strides: by how much each level after the first is coarser than the one before, one number or one for each axis;
+            sizes are rounded up. Default: 2 (1 along the first axis if causal) for each level of `widths` after the
+            first, or for three levels.
+        widths: channels per level. convs: convolution blocks of the encoder per level, one or more in the first.
         depths: LightNet blocks per level; 0: convolutions only.
-        mixer, tpe: as in NDLightNet; `mixer` counts layers from the first level to the
-            last. drop_path_rate: stochastic depth of every block.
-        deep_supervision: in training the output is a list: the logits, then those of the coarser
-            levels of the decoder, each on the grid of that level.
-        separable: build it from separable blocks (local mixing, then a gated MLP) and linear maps
-            of patches, with layer norm in place of instance norm, rather than from torch's
-            convolutions. Default: where torch has none (dims > 3), and for a causal network.
-        causal: no output depends on a later step of the first axis (time). Separable networks with
-            strides of 1 along it only.
+        mixer, tpe: as in NDLightNet; `mixer` counts layers from the first level to the last. drop_path_rate: stochastic
+            depth of every block.
+        deep_supervision: in training the output is a list: the logits, then those of the coarser levels of the decoder,
+            each on the grid of that level.
+        separable: build it from separable blocks (local mixing, then a gated MLP) and linear maps of patches, with
+            layer norm in place of instance norm, rather than from torch's convolutions. Default: where torch has none
+            (dims > 3), and for a causal network.
+        causal: no output depends on a later step of the first axis (time). Separable networks with strides of 1 along
+            it only.
         device, dtype: as in NDLightNet.
 
-    The names spatial_dims, in_chans and num_classes are accepted for dims, in_channels and
-    out_channels, as keywords in Python.
+    The names spatial_dims, in_chans and num_classes are accepted for dims, in_channels and out_channels, as keywords in
+    Python.
 
-    Inputs may have any size: where strides do not divide it, it is padded before, cropped after.
-    That holds for an exported network as well, with sizes as in NDLightNet and two cells or more
-    along each axis of the coarsest level.
+    Inputs may have any size: where strides do not divide it, it is padded before, cropped after. That holds for an
+    exported network as well, with sizes as in NDLightNet and two cells or more along each axis of the coarsest level.
     """
 
+    adapts_channels = True
     usual: ClassVar = {"decoder": True}  # False in MONAI's networks, see NDLightUNetEncoder
     head_of: ClassVar = {"out_channels": "heads."}
 
@@ -171,7 +165,7 @@ class NDLightUNet(Pretrained, Large):
         deep_supervision: bool = False,
         separable: bool | None = None,
         causal: bool = False,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -192,7 +186,7 @@ class NDLightUNet(Pretrained, Large):
         self.add, self.deep_supervision = SIZES[size].add, deep_supervision
         self.separable, self.causal = separable, causal
         factories = iter(layer_factories("mixer", mixer, sum(level.depth for level in levels), dims, causal=causal))
-        layers: Any = Separable(dims, 8 / 3, causal) if separable else Convolutional(dims)
+        layers: Any = Separable(dims, causal) if separable else Convolutional(dims)
         axis = self.channel_axis = layers.channel_axis
         self.down, self.convs, self.stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         for inputs, level in zip((in_channels, *self.widths), levels, strict=False):
@@ -200,7 +194,7 @@ class NDLightUNet(Pretrained, Large):
             self.down.append(down)
             self.convs.append(Layers(*blocks))
             mixers = list(islice(factories, level.depth))
-            self.stages.append(Stage(dims, level.width, mixers, 8 / 3, tpe, drop_path_rate, axis, causal))
+            self.stages.append(Stage(dims, level.width, mixers, tpe, drop_path_rate, axis, causal))
         self.up = nn.ModuleList(layers.up(low.width, high.width, low.stride) for high, low in pairwise(levels))
         inputs = 1 if self.add else 2  # of a decoder's level, in widths
         self.decoders = nn.ModuleList(layers.decoder(inputs * width, width) for width in self.widths[:-1])
@@ -214,21 +208,14 @@ class NDLightUNet(Pretrained, Large):
         reset(*[layer for level in levels for layer in level], self.up, self.decoders, self.heads)
         init_network(self.stages)
 
-    def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        return adapt_in_chans(weights, self)
-
     @property
     def pipeline_tag(self) -> str | None:
         return "image-segmentation" if self.dims in (2, 3) else None
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of decays, angles and the like, which weight decay would distort."""
-        return undecayed_names(self)
-
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute all blocks in the backward pass instead of storing their activations."""
         for module in self.modules():
-            if isinstance(module, (Stage, GridLayer)):
+            if isinstance(module, GridLayer):
                 module.grad_checkpointing = enable
 
     def forward(self, x: Tensor) -> Tensor | list[Tensor]:
@@ -293,8 +280,7 @@ class NDLightUNet(Pretrained, Large):
         x = _cropped(self.up[level](x), skip, self.channel_axis)
         x = x + skip if self.add else torch.cat([x, skip], self.channel_axis)
         del skip
-        out: Tensor = self.decoders[level](x, layout)
-        return out
+        return self.decoders[level](x, layout)
 
     def _decode(self, skips: list[Tensor], layouts: list[Any]) -> Tensor | list[Tensor]:
         """Map the feature maps of `_encode` to the output, and empty the list."""
@@ -323,8 +309,7 @@ class NDLightUNet(Pretrained, Large):
         def at(level: int, layer: Any) -> Layer:
             def run(exchange: Exchange, *inputs: Tensor) -> Tensor:
                 cells = sweeper.slab(exchange, spaces[exchange.rank])
-                out: Tensor = layer(*inputs, self._slabs(cells)[level])
-                return out
+                return layer(*inputs, self._slabs(cells)[level])
 
             return run
 

@@ -67,16 +67,15 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class AdaptiveBlock(Initialized):
-    """Residual block whose norms follow a condition (adaLN-Zero): x + gate mixer(norm x), then
-    x + gate mlp(norm x), where norm x is scaled and shifted. Initially the gates are 0, and the
-    block changes nothing."""
+    """Residual block whose norms follow a condition (adaLN-Zero): x + gate mixer(norm x), then x + gate mlp(norm x),
+    where norm x is scaled and shifted. Initially the gates are 0, and the block changes nothing."""
 
-    def __init__(self, dim: int, mixer: Callable[[int], nn.Module], mlp_ratio: float = 8 / 3) -> None:
+    def __init__(self, dim: int, mixer: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
         self.mixer = mixer(dim)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.mlp = GLU(dim, mlp_ratio)
+        self.mlp = GLU(dim)
         self.modulation = Modulation(dim, 6)
 
     def forward(self, x: Tensor, condition: Tensor, layout: Layout) -> Tensor:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
-from ndlightnet.nn.initial import Initialized, owners
-from ndlightnet.nn.mixers.base import Mixer
+from ndlightnet.nn.initial import Device, Initialized, Space, owners
+from ndlightnet.nn.mixers.base import Mixer, streaming
 from ndlightnet.nn.projections import joins, joint_linear
 from ndlightnet.ops import swiglu
 from ndlightnet.parallel import layout_of_tokens
@@ -35,17 +34,16 @@ class DropPath(nn.Module):
 
 
 WIDTHS = 8  # hidden widths are multiples of it: 16-bit matrix units and tensor parallel need that
+RATIO = 8 / 3  # hidden width of a gated MLP / dim: as many parameters as an MLP of 4 dim without a gate
 
 
 class GLU(Initialized):
-    """Gated MLP: down(SiLU(gate x) * up x), without biases; hidden = dim * ratio, rounded to the
+    """Gated MLP: down(SiLU(gate x) * up x), without biases; hidden = 8/3 dim, rounded to the
     nearest multiple of 8. Parameters: 3 * dim * hidden."""
 
-    def __init__(self, dim: int, ratio: float = 8 / 3) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        if not ratio > 0:
-            raise ValueError(f"mlp_ratio={ratio!r}: expected more than 0")
-        hidden = max(WIDTHS, int(dim * ratio / WIDTHS + 0.5) * WIDTHS)
+        hidden = max(WIDTHS, int(dim * RATIO / WIDTHS + 0.5) * WIDTHS)
         self.gate_proj = nn.Linear(dim, hidden, bias=False)
         self.up_proj = nn.Linear(dim, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, dim, bias=False)
@@ -55,15 +53,13 @@ class GLU(Initialized):
             hidden = swiglu(joint_linear(x, self.gate_proj, self.up_proj))
         else:
             hidden = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
-        out: Tensor = self.down_proj(hidden)
-        return out
+        return self.down_proj(hidden)
 
 
 def mix(mixer: nn.Module, x: Tensor, mask: Tensor | None, causal: bool, layout: Layout) -> Tensor:
     """Apply a mixer, or another module that is called like one, to tokens (batch, length, dim)."""
     if isinstance(mixer, Mixer) or layout.packed:  # a pack has no form without its layout
-        out: Tensor = mixer(x, mask=mask, causal=causal, layout=layout)
-        return out
+        return mixer(x, mask=mask, causal=causal, layout=layout)
     # a module that is not a Mixer may not accept a layout
     mask = None if mask is None else layout.unflatten(mask)
     return layout.flatten(mixer(layout.unflatten(x), mask=mask, causal=causal))
@@ -72,43 +68,35 @@ def mix(mixer: nn.Module, x: Tensor, mask: Tensor | None, causal: bool, layout: 
 class Block(Initialized):
     """Residual block: x + mixer(norm x), then x + mlp(norm x)."""
 
-    def __init__(
-        self, dim: int, mixer: Callable[[int], nn.Module], mlp_ratio: float = 8 / 3, drop_path: float = 0.0
-    ) -> None:
+    def __init__(self, dim: int, mixer: Callable[[int], nn.Module], drop_path: float = 0.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.mixer = mixer(dim)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = GLU(dim, mlp_ratio)
+        self.mlp = GLU(dim)
         self.drop_path = DropPath(drop_path)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, causal: bool = False, layout: Layout | None = None
     ) -> Tensor:
-        """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid), False =
-        padding. With a layout tokens may also be (batch, length, dim), mask (batch, length); a pack
-        is (length, dim)."""
+        """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid), False = padding. With a layout
+        tokens may also be (batch, length, dim), mask (batch, length); a pack is (length, dim)."""
         grid = layout or layout_of_tokens(x)
         y, mask = grid.tokens(x), grid.flatten_mask(mask)
         y = y + self.drop_path(mix(self.mixer, self.norm1(y), mask, causal, grid), grid)
         y = y + self.drop_path(self.mlp(self.norm2(y)), grid)
         return y.reshape(x.shape)
 
-    def init_state(self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()) -> Any:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Any:
         """Return the mixer's state before the first frame, of shape `space`, for `advance`."""
-        return self._streaming().init_state(batch, device, space)
+        return streaming(self.mixer).init_state(batch, device, space)
 
     def advance(self, x: Tensor, state: Any, position: Tensor, layout: Grid | None = None) -> tuple[Tensor, Any]:
         """Map the next frames (batch, frames, *space, dim) in the causal form. Return the result
         and the next state. state: after the `position` (batch,) frames so far."""
-        y, state = self._streaming().advance(self.norm1(x), state, position, layout)
+        y, state = streaming(self.mixer).advance(self.norm1(x), state, position, layout)
         x = x + self.drop_path(y)
         return x + self.drop_path(self.mlp(self.norm2(x))), state
-
-    def _streaming(self) -> Any:
-        if not hasattr(self.mixer, "advance"):
-            raise ValueError(f"{type(self.mixer).__name__} has no method advance: it cannot go frame by frame")
-        return self.mixer
 
 
 def undecayed_names(net: nn.Module) -> set[str]:

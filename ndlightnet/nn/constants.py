@@ -13,9 +13,8 @@ from torch import Tensor, nn
 class Constants(nn.Module, ABC):
     """Base class of modules with constant buffers, which no state dict holds.
 
-    `to_empty` leaves such buffers uninitialised, and `load_state_dict(assign=True)` leaves them on
-    device meta; this class computes them again after both. A subclass defines `constants` and calls
-    `register_constants`.
+    `to_empty` leaves such buffers uninitialised, and `load_state_dict(assign=True)` leaves them on device meta; this
+    class computes them again after both. A subclass defines `constants` and calls `register_constants`.
     """
 
     @abstractmethod

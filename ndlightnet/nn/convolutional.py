@@ -79,8 +79,7 @@ class ConvBlock(GridLayer):
     def _forward(self, x: Tensor, layout: Grid | None) -> Tensor:
         y = _convolve(self.conv1, x, layout)
         y = _convolve_norm(self.conv2, self.norm1, y, layout)
-        out: Tensor = self.norm2(y, _convolve(self.skip, x), layout)
-        return out
+        return self.norm2(y, _convolve(self.skip, x), layout)
 
 
 def _convolve(conv: Any, x: Tensor, layout: Grid | None = None) -> Tensor:
@@ -90,8 +89,7 @@ def _convolve(conv: Any, x: Tensor, layout: Grid | None = None) -> Tensor:
         return conv._conv_forward(x, conv.weight, x.new_zeros(conv.out_channels))
     if layout is not None and layout.axis is not None:
         return _convolve_slab(conv, x, layout, 2 + layout.axis)
-    out: Tensor = conv(x)
-    return out
+    return conv(x)
 
 
 def _convolve_slab(conv: Any, x: Tensor, layout: Grid, dim: int) -> Tensor:
@@ -107,8 +105,7 @@ def _convolve_slab(conv: Any, x: Tensor, layout: Grid, dim: int) -> Tensor:
         if plane.numel() == 0:
             return plane.sum(1, keepdim=True).expand(-1, y.shape[1], *plane.shape[2:])
         weight = conv.weight.narrow(dim, tap, 1)
-        out: Tensor = apply(plane, weight, None, padding=padding)
-        return out
+        return apply(plane, weight, None, padding=padding)
 
     return add_planes(y, added(first, 0), added(last, 2), dim)
 
@@ -120,8 +117,8 @@ def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor, layout: Grid | No
     y = norm(x, layout=layout, statistics=statistics)
     if not (torch.is_grad_enabled() and _may_hook()):
         return _convolve(conv, y, layout)
-    kept, result = x.detach(), (y.data_ptr(), y.shape, y._version)
-    inputs = (kept, *norm.parameters())
+    x, result = x.detach(), (y.data_ptr(), y.shape, y._version)
+    inputs = (x, *norm.parameters())
     before = _versions(*inputs)
 
     def pack(saved: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
@@ -139,8 +136,8 @@ def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor, layout: Grid | No
         if saved is not None:
             return saved
         with torch.no_grad():
-            detached = [tuple(x.detach() for x in one) for one in statistics]
-            return norm(kept, layout=layout, statistics=detached)
+            detached = [tuple(sums.detach() for sums in one) for one in statistics]
+            return norm(x, layout=layout, statistics=detached)
 
     with saved_tensors_hooks(pack, unpack):
         return _convolve(conv, y, layout)

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Device = torch.device | str | None
+Space = tuple[int, ...]  # shape of a frame
+
 
 class Initialized(nn.Module):
     """Base class of modules that can be initialised again."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout.abstract import check_integers
-from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.initial import Device, Initialized
 from ndlightnet.ops import causal_attention, norm_gate, read, summarize
 from ndlightnet.ops.dtypes import check_floats, check_not_wider, check_tensors
 
@@ -29,18 +29,16 @@ class _NoFastPath:
 class MultiheadAttention(Initialized):
     """LightNet attention with the constructor and the call of `torch.nn.MultiheadAttention`.
 
-    `encoder_layer.self_attn = MultiheadAttention(d, h, batch_first=True)` makes a
-    `torch.nn.TransformerEncoderLayer` linear in the length. Trained softmax weights do not carry
-    over, as this is another function of q, k and v: train or fine-tune after the replacement.
+    `encoder_layer.self_attn = MultiheadAttention(d, h, batch_first=True)` makes a `torch.nn.TransformerEncoderLayer`
+    linear in the length. Trained softmax weights do not carry over, as this is another function of q, k and v: train or
+    fine-tune after the replacement.
 
-    Differences from torch: `attn_mask` must be the causal mask or hide nothing, because a memory
-    that all queries share cannot hide different keys from different queries. The values of a mask
-    are checked; a compiled graph checks them on the device, and computes both causal and full
-    attention and selects one, unless `is_causal=True`. `dropout` acts on the gated output, as the
-    computation has no attention weights. `add_bias_kv` and `add_zero_attn` are refused. As in
-    torch, no position code is added. The weights of `need_weights=True` are exact and signed, sum
-    to no particular number, and cost O(length^2): pass `need_weights=False` where you do not use
-    them.
+    Differences from torch: `attn_mask` must be the causal mask or hide nothing, because a memory that all queries share
+    cannot hide different keys from different queries. The values of a mask are checked; a compiled graph checks them on
+    the device, and computes both causal and full attention and selects one, unless `is_causal=True`. `dropout` acts on
+    the gated output, as the computation has no attention weights. `add_bias_kv` and `add_zero_attn` are refused. As in
+    torch, no position code is added. The weights of `need_weights=True` are exact and signed, sum to no particular
+    number, and cost O(length^2): pass `need_weights=False` where you do not use them.
     """
 
     # TransformerEncoderLayer's inference fast path would run softmax on our weights, and
@@ -60,7 +58,7 @@ class MultiheadAttention(Initialized):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -95,16 +93,15 @@ class MultiheadAttention(Initialized):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output and, if wanted, the weights (batch, target, source), per head (batch,
-        heads, target, source) with average_attn_weights=False. Shapes as in torch: (length, batch,
-        dim), (batch, length, dim) with batch_first, or unbatched (length, dim). key_padding_mask
-        (batch, source): bool, True = padding, or float, added to the keys' logits (-inf = padding).
-        attn_mask (target, source): bool, True = hidden, or float, -inf = hidden; or (batch x heads,
-        target, source): padding, equal for all heads and queries of a sample.
+        """Return the output and, if wanted, the weights (batch, target, source), per head (batch, heads, target,
+        source) with average_attn_weights=False. Shapes as in torch: (length, batch, dim), (batch, length, dim) with
+        batch_first, or unbatched (length, dim). key_padding_mask (batch, source): bool, True = padding, or float, added
+        to the keys' logits (-inf = padding).
+        attn_mask (target, source): bool, True = hidden, or float, -inf = hidden; or (batch x heads, target, source):
+        padding, equal for all heads and queries of a sample.
 
-        Raises ValueError for nested tensors, masks of another type or shape, an attn_mask that is
-        neither causal nor empty nor padding, and, as torch does, for is_causal without an
-        attn_mask.
+        Raises ValueError for nested tensors, masks of another type or shape, an attn_mask that is neither causal nor
+        empty nor padding, and, as torch does, for is_causal without an attn_mask.
         """
         check_floats(query=query, key=key, value=value)
         check_not_wider(self, query=query, key=key, value=value)
@@ -207,9 +204,8 @@ def check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
 
 
 def is_causal_mask(attn_mask: Tensor | None, is_causal: bool, target: int, source: int) -> bool | Tensor:
-    """Return whether the mask is the causal one; in a compiled graph, a bool Tensor () where this
-    depends on its values. Refuse a mask that is neither causal nor empty; a compiled graph does so
-    when it runs."""
+    """Return whether the mask is the causal one; in a compiled graph, a bool Tensor () where this depends on its
+    values. Refuse a mask that is neither causal nor empty; a compiled graph does so when it runs."""
     if attn_mask is None:
         return False
     if attn_mask.shape != (target, source) or (is_causal and target != source):

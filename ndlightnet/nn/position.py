@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout, as_layout
-from ndlightnet.nn.initial import Initialized, assign
+from ndlightnet.nn.initial import Device, Initialized, Space, assign
 from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step, supported
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.position import Kind, slots_of
@@ -24,10 +25,9 @@ def _at_least_float32(x: Tensor) -> Tensor:
 class MDLRPE(Initialized):
     """Position angles of one layer, on a grid of any number of axes.
 
-    A bank of frequencies, the same for every axis, times a learnt positive factor per head and
-    slot. (A factor, because frequencies span up to eight decades: an additive update that suits
-    the high ones is far too large for the low ones.) Parameters: heads * slots, frozen if not
-    learnt; slots = head_dim, half of it for "rotary".
+    A bank of frequencies, the same for every axis, times a learnt positive factor per head and slot. (A factor, because
+    frequencies span up to eight decades: an additive update that suits the high ones is far too large for the low
+    ones.) Parameters: heads * slots, frozen if not learnt; slots = head_dim, half of it for "rotary".
     """
 
     undecayed = ("log_factor",)
@@ -55,10 +55,9 @@ class MDLRPE(Initialized):
 class MDTPE(Initialized):
     """MD-TPE: x + the sum over axes of a learnt exponential Toeplitz product (LightNet, Eq. 9).
 
-    The paper's form scans forward only and replaces x; this one adds to x and scans forward and
-    backward with half the states each, so that the number of parameters stays the paper's: states *
-    (dim + 1) per axis. causal: the first axis is scanned forward only, with half the states if
-    other axes are scanned both forward and backward.
+    The paper's form scans forward only and replaces x; this one adds to x and scans forward and backward with half the
+    states each, so that the number of parameters stays the paper's: states * (dim + 1) per axis. causal: the first axis
+    is scanned forward only, with half the states if other axes are scanned both forward and backward.
     """
 
     undecayed = ("coef", "logit")
@@ -113,23 +112,13 @@ class MDTPE(Initialized):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, layout: Layout | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid). With a
-        layout tokens may also be (batch, length, dim), and a pack is (length, dim). dtype: of the
-        result, by default that of x."""
+        """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid). With a layout tokens may also be
+        (batch, length, dim), and a pack is (length, dim). dtype: of the result, by default that of x."""
         grid = layout or layout_of_tokens(x)
         with exact(x):
             (coef, log_decay), reverse = self.weights()
-            y = axis_scan(
-                grid.tokens(x),
-                coef,
-                log_decay,
-                reverse,
-                grid.flatten_mask(mask),
-                layout=grid,
-                residual=True,
-                dtype=dtype,
-                impl=self.impl,
-            )
+            options: Any = {"layout": grid, "residual": True, "dtype": dtype, "impl": self.impl}
+            y = axis_scan(grid.tokens(x), coef, log_decay, reverse, grid.flatten_mask(mask), **options)
         return y.reshape(x.shape)
 
     def implementation(self, x: Tensor, layout: Layout | None = None, dtype: torch.dtype | None = None) -> str:
@@ -142,7 +131,7 @@ class MDTPE(Initialized):
         support = supported("axis_scan", like)
         return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
-    def init_state(self, batch: int, space: tuple[int, ...] = (), device: torch.device | str | None = None) -> Tensor:
+    def init_state(self, batch: int, space: Space = (), device: Device = None) -> Tensor:
         """Return the state along axis 0 before the first frame: (batch, *space, dim, states)."""
         dtype = torch.promote_types(self.coef.dtype, torch.float32)
         return torch.zeros(batch, *space, *self.coef.shape[1:], dtype=dtype, device=device)
@@ -163,10 +152,9 @@ class MDTPE(Initialized):
                 after = line_state(lines, log_decay[0], before)
             out = x + grid.unlines(y, 0)
             if grid.ndim > 1:
-                others = None if reverse is None else (reverse[0][1:], reverse[1][1:])
+                back = None if reverse is None else (reverse[0][1:], reverse[1][1:])
                 frame, within = x.flatten(0, 1), grid.frame()
-                across = axis_scan(
-                    within.flatten(frame), coef[1:], log_decay[1:], others, None, layout=within, impl=self.impl
-                )
-                out = out + across.view_as(x)
+                across: Any = {"layout": within, "impl": self.impl}
+                y = axis_scan(within.flatten(frame), coef[1:], log_decay[1:], back, None, **across)
+                out = out + y.view_as(x)
         return out, after.view_as(state)

@@ -24,10 +24,9 @@ def joint_linear(x: Tensor, *layers: nn.Linear) -> Tensor:
 
 
 def joins(x: Tensor, *layers: nn.Module) -> bool:
-    """Return whether one joint product is best: on a GPU, in training. It reads x once and writes
-    its gradient once, and this traffic bounds products of these sizes; without gradients,
-    concatenating the weights costs as much as it saves. False for layers that are more than a
-    weight and a bias (adapters, quantised or sharded weights, hooks)."""
+    """Return whether one joint product is best: on a GPU, in training. It reads x once and writes its gradient once,
+    and this traffic bounds products of these sizes; without gradients, concatenating the weights costs as much as it
+    saves. False for layers that are more than a weight and a bias (adapters, quantised or sharded weights, hooks)."""
     if not (x.is_cuda and torch.is_grad_enabled()):
         return False
     return all(map(_plain, layers)) and len({layer.bias is None for layer in layers}) == 1

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, per_axis, uncut_patches
 from ndlightnet.nn.block import GLU
+from ndlightnet.nn.depthwise import LocalMixing
+from ndlightnet.nn.embedding import Patchify
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.layers import GridLayer, Layers
-from ndlightnet.nn.local import LocalMixing
-from ndlightnet.nn.patch import Patchify
 from ndlightnet.ops.recurrence.chunks import exact
 
 
@@ -36,14 +36,13 @@ class TokenNorm(nn.LayerNorm):
 
 
 class LocalBlock(GridLayer):
-    """Residual block of a separable convolution: x + mlp(local(norm x)), the gated MLP over
-    channels."""
+    """Residual block of a separable convolution: x + mlp(local(norm x)), the gated MLP over channels."""
 
-    def __init__(self, dims: int, dim: int, mlp_ratio: float = 8 / 3, causal: bool = False) -> None:
+    def __init__(self, dims: int, dim: int, causal: bool = False) -> None:
         super().__init__()
         self.norm = TokenNorm(dim)
         self.local = LocalMixing(dims, dim)
-        self.mlp = GLU(dim, mlp_ratio)
+        self.mlp = GLU(dim)
         self.causal = causal
 
     def forward(self, x: Tensor, layout: Grid | None = None) -> Tensor:
@@ -57,9 +56,8 @@ class LocalBlock(GridLayer):
 
 
 class PatchDown(Patchify):
-    """Map each block of cells to one cell by a linear map: (batch, *space, dim) -> (batch, *grid,
-    outputs), a strided convolution whose kernel is its stride. Sizes that the stride does not
-    divide are padded with zeros at the end."""
+    """Map each block of cells to one cell by a linear map: (batch, *space, dim) -> (batch, *grid, outputs), a strided
+    convolution whose kernel is its stride. Sizes that the stride does not divide are padded with zeros at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.movedim(-1, 1))
@@ -83,8 +81,8 @@ class Separable:
 
     channel_axis = -1
 
-    def __init__(self, dims: int, mlp_ratio: float, causal: bool) -> None:
-        self.dims, self.block = dims, partial(LocalBlock, dims, mlp_ratio=mlp_ratio, causal=causal)
+    def __init__(self, dims: int, causal: bool) -> None:
+        self.dims, self.block = dims, partial(LocalBlock, dims, causal=causal)
 
     def level(
         self, inputs: int, width: int, step: tuple[int, ...] | None, count: int

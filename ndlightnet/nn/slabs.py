@@ -45,9 +45,8 @@ class _InSlabs:
             to = torch.get_autocast_dtype(kind)
             inputs = [t if t is None or t.dtype == torch.float64 else t.to(to) for t in inputs]
         padding = [0, *self.padding[1:]]  # `_read` has that along the first axis
-        how = self.stride, padding, self.dilation, self.transposed, self.output_padding, self.groups
-        out: Tensor = _Convolve.apply(slabs, how, *inputs)
-        return out
+        options = self.stride, padding, self.dilation, self.transposed, self.output_padding, self.groups
+        return _Convolve.apply(slabs, options, *inputs)
 
     def _slabs(self: Any, x: Tensor) -> list[_Slab]:
         """Return the slabs for x; none: as a whole."""
@@ -58,23 +57,23 @@ class _InSlabs:
         space = [n * s if self.transposed else (n + 2 * p - k) // s + 1 for n, k, s, p in sizes]
         # of a plane of x and of y; not len(x), which is a constant for torch.export
         read = x.shape[0] * self.in_channels * math.prod(x.shape[3:])
-        made = x.shape[0] * self.out_channels * math.prod(space[1:])
+        written = x.shape[0] * self.out_channels * math.prod(space[1:])
         size, kernel, step, pad = sizes[0]
-        if max(read * size, made * space[0]) < NUMBERS or min(space) < 1 or not self._divides():
+        if max(read * size, written * space[0]) < NUMBERS or min(space) < 1 or not self._divides():
             return []
         if self.transposed:
-            parts = _parts(size, (NUMBERS - 1) // max(read, made * step))
-            return [_Slab((at, n), (at * step, n * step), (0, 0)) for at, n in parts]
-        most = min((NUMBERS - 1) // made, ((NUMBERS - 1) // read - kernel) // step + 1)
-        found = []
-        for at, n in _parts(space[0], most):
+            pieces = _split(size, (NUMBERS - 1) // max(read, written * step))
+            return [_Slab((at, n), (at * step, n * step), (0, 0)) for at, n in pieces]
+        most = min((NUMBERS - 1) // written, ((NUMBERS - 1) // read - kernel) // step + 1)
+        slabs = []
+        for at, n in _split(space[0], most):
             first, end = at * step - pad, (at + n - 1) * step - pad + kernel
             # both within the axis, where all that a slab reads is padding
             start, stop = (min(max(0, plane), size) for plane in (first, end))
             before = start - first if stop > start else end - first
             behind = end - first - before - (stop - start)
-            found.append(_Slab((start, stop - start), (at, n), (before, behind)))
-        return found
+            slabs.append(_Slab((start, stop - start), (at, n), (before, behind)))
+        return slabs
 
     def _divides(self: Any) -> bool:
         if set(self.dilation) != {1} or self.padding_mode != "zeros":
@@ -85,24 +84,26 @@ class _InSlabs:
         return tuple(self.kernel_size) == tuple(self.stride) and not any(added)
 
 
-def _parts(planes: int, most: int) -> list[tuple[int, int]]:
-    """Return the starts and sizes of parts of at most `most` planes, or of one."""
+def _split(planes: int, most: int) -> list[tuple[int, int]]:
+    """Return the starts and sizes of pieces of at most `most` planes, or of one."""
     sizes = split_sizes(planes, -(-planes // max(1, most)))
     return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, slabs: Sequence[_Slab], how: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, slabs: Sequence[_Slab], options: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.slabs, ctx.how, ctx.bias = slabs, how, None if bias is None else [len(bias)]
+        ctx.slabs, ctx.options, ctx.bias = slabs, options, None if bias is None else [len(bias)]
         y, planes = None, sum(slab.y[1] for slab in slabs)
         for slab in slabs:
-            part = torch.convolution(_read(x, slab), weight, bias, *how)
+            piece = torch.convolution(_read(x, slab), weight, bias, *options)
             if y is None:
-                y = part.new_empty((*part.shape[:2], planes, *part.shape[3:]))
-            y.narrow(2, *slab.y).copy_(part)
-            del part  # before the next one is made
+                y = piece.new_empty((*piece.shape[:2], planes, *piece.shape[3:]))
+            y.narrow(2, *slab.y).copy_(piece)
+            del piece  # before the next one is made
         assert y is not None
         return y
 
@@ -110,26 +111,24 @@ class _Convolve(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[2:])
-        gradients = torch.ops.aten.convolution_backward
         dx = torch.zeros_like(x) if needed[0] else None
         sums: list[Tensor | None] = [None, None]  # gradients of weight and bias, float32 or wider
         for slab in ctx.slabs:
-            part = dy.narrow(2, *slab.y)
-            found = gradients(part, _read(x, slab), weight, ctx.bias, *ctx.how, needed)
+            inputs = dy.narrow(2, *slab.y), _read(x, slab), weight, ctx.bias
+            read, *grads = torch.ops.aten.convolution_backward(*inputs, *ctx.options, needed)
             if dx is not None:
-                dx.narrow(2, *slab.x).add_(found[0].narrow(2, slab.zeros[0], slab.x[1]))
-            for at, more in enumerate(found[1:]):
+                dx.narrow(2, *slab.x).add_(read.narrow(2, slab.zeros[0], slab.x[1]))
+            for at, grad in enumerate(grads):
                 if needed[1 + at]:
-                    more = more.to(torch.promote_types(more.dtype, torch.float32))
-                    before = sums[at]
-                    sums[at] = more if before is None else before + more
-            del found
+                    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+                    sums[at] = grad if (total := sums[at]) is None else total + grad
+            del inputs, read, grads
         return None, None, dx, *[None if g is None else g.to(weight.dtype) for g in sums]
 
 
 def _read(x: Tensor, slab: _Slab) -> Tensor:
-    part = x.narrow(2, *slab.x)
-    return nn.functional.pad(part, (0, 0) * (x.ndim - 3) + slab.zeros) if any(slab.zeros) else part
+    x = x.narrow(2, *slab.x)
+    return nn.functional.pad(x, (0, 0) * (x.ndim - 3) + slab.zeros) if any(slab.zeros) else x
 
 
 class _Conv(_InSlabs):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.nn.embedding import PatchEmbed
 from ndlightnet.nn.initial import Initialized
-from ndlightnet.nn.patch import PatchEmbed
 
 FASTEST = {4: torch.channels_last, 5: torch.channels_last_3d}  # layouts, by the number of axes
 
@@ -17,10 +17,10 @@ FASTEST = {4: torch.channels_last, 5: torch.channels_last_3d}  # layouts, by the
 def torch_layer(kind: str, dims: int, argument: str) -> Any:
     """Return torch's layer for this number of axes: `Conv3d`, `ConvTranspose2d`, ... ValueError if
     there is none names the `argument` that asks for it."""
-    found = getattr(nn, f"{kind}{dims}d", None)
-    if found is None:
+    layer = getattr(nn, f"{kind}{dims}d", None)
+    if layer is None:
         raise ValueError(f"dims={dims} with {argument}: expected 1, 2 or 3, torch has no {kind} for more axes")
-    return found
+    return layer
 
 
 class ResidualBlock(Initialized):
@@ -47,11 +47,10 @@ class ResidualBlock(Initialized):
 class ConvStem(PatchEmbed):
     """Map `(batch, channels, *space)` to tokens `(batch, *grid, dim)` by residual convolutions.
 
-    The first convolution and each stage but the first halve the axes whose patch is not yet
-    reached, axes of smaller patches last; grid = ceil(size / patch). A stage has `blocks` residual
-    blocks, and twice the channels of the one before, `dim` in the last. With patches of (4, 8, 8),
-    dim=256 and blocks=2 this is R3D-18 (Tran et al., 2018, arXiv 1711.11248) without its last
-    stage; with (8, 8), but for its pooling, ResNet-18.
+    The first convolution and each stage but the first halve the axes whose patch is not yet reached, axes of smaller
+    patches last; grid = ceil(size / patch). A stage has `blocks` residual blocks, and twice the channels of the one
+    before, `dim` in the last. With patches of (4, 8, 8), dim=256 and blocks=2 this is R3D-18 (Tran et al., 2018, arXiv
+    1711.11248) without its last stage; with (8, 8), but for its pooling, ResNet-18.
 
     Args:
         dims: number of axes, 1 to 3.

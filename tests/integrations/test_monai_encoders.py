@@ -15,7 +15,7 @@ from ndlightnet.integrations.monai_encoders import NDLightUNetEncoder, UNETREnco
 def test_gradients_reach_all_of_an_encoder():
     sizes = {"img_size": 32, "feature_size": 4, "hidden_size": 24, "mlp_dim": 8, "num_heads": 2, "spatial_dims": 2}
     net = UNETR(in_channels=2, out_channels=3, **sizes)
-    backbone = NDLightNet(2, in_channels=2, patch_size=16, embed_dim=24, depth=12, tpe_states=4, mlp_ratio=1)
+    backbone = NDLightNet(2, in_channels=2, patch_size=16, embed_dim=24, depth=12, tpe_states=4)
     net.vit = UNETREncoder(backbone)
     net(torch.randn(1, 2, 32, 32)).square().mean().backward()
     assert all(p.grad is not None and p.grad.any() for p in net.vit.parameters())

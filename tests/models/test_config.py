@@ -7,30 +7,32 @@ import json
 import pickle
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, mixers, ndlightnet_tiny
 from ndlightnet.models import Forecaster
-from ndlightnet.nn.mixers.names import CATALOGUE
 
 SMALL = {"embed_dim": 16, "depth": 2, "tpe_states": 4, "num_classes": 3}
-MIXERS = {
-    "class": mixers.GLA,
-    "name": "GLA",
-    "partial": partial(mixers.LightNetAttention, lrpe="rotary", local="both", heads=1),
-    "list": [mixers.TNL, {"LAVO": {"window": 2}}],
-    "with a local branch": partial(mixers.WithLocal, mixer=partial(mixers.TNL, heads=2), radius=2),
-    "with a named local branch": {"WithLocal": {"mixer": "Mamba", "local": "both"}},
-    "published": mixers.published_mixer,
+rotary = partial(mixers.LightNetAttention, lrpe="rotary", local="both", heads=1)
+MIXERS = {  # forms of one mixer
+    "class": (mixers.GLA, "GLA", "ndlightnet.nn.mixers.GLA", {"GLA": {}}, {"GLA": None}, ["GLA", mixers.GLA]),
+    "partial": (rotary, {"LightNetAttention": {"lrpe": "rotary", "local": "both", "heads": 1}}),
+    "list": ([mixers.TNL, {"LAVO": {"window": 2}}], ["TNL", {"class_path": "LAVO", "init_args": {"window": 2}}]),
+    "with a local branch": (
+        partial(mixers.WithLocal, mixer=partial(mixers.TNL, heads=2), radius=2),
+        {"WithLocal": {"radius": 2, "mixer": {"TNL": {"heads": 2}}}},
+    ),
+    "published": (mixers.published_mixer, "published_mixer"),
 }
 
 
-def same(net: nn.Module, other: nn.Module, *inputs: torch.Tensor) -> None:
-    other.load_state_dict(net.state_dict())
-    assert type(other) is type(net)
-    assert torch.equal(net.eval()(*inputs), other.eval()(*inputs))
+def same(net: nn.Module, copied: nn.Module, *inputs: torch.Tensor) -> None:
+    copied.load_state_dict(net.state_dict())
+    assert type(copied) is type(net)
+    assert torch.equal(net.eval()(*inputs), copied.eval()(*inputs))
 
 
 def through_json(config: dict) -> dict:
@@ -39,11 +41,15 @@ def through_json(config: dict) -> dict:
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_config_makes_the_same_network(name):
-    net = NDLightNet(2, 1, patch_size=(2, 3), mixer=MIXERS[name], **SMALL)
-    assert net.config["patch_size"] == [2, 3] and net.config["mlp_ratio"] == 8 / 3
-    other = NDLightNet(**through_json(net.config))
-    assert other.config == net.config
-    same(net, other, torch.randn(2, 1, 7, 8))
+    first, *forms = MIXERS[name]
+    net = NDLightNet(2, 1, patch_size=(2, 3), mixer=first, **SMALL)
+    assert net.config["patch_size"] == [2, 3] and net.config["tpe_states"] == 4
+    x = torch.randn(2, 1, 7, 8)
+    for options in (net.config, *({**net.config, "mixer": form} for form in forms)):
+        again = NDLightNet(**through_json(options) if options is net.config else options)
+        same(net, again, x)
+        one = isinstance(again.config["mixer"], list) and name == "class"  # a list of the same mixer
+        assert one or again.config == net.config
 
 
 def test_other_networks_too():
@@ -71,13 +77,6 @@ def test_all_arguments_are_there_under_their_own_names():
     assert written["LightNetAttention"]["radius"] == 1  # a mixer's defaults, too
 
 
-@pytest.mark.parametrize("name", mixers.__all__)
-def test_all_mixers_by_name(name):
-    net = NDLightNet(2, 1, patch_size=2, mixer=name, **SMALL)
-    assert type(net.blocks[0].mixer) is CATALOGUE[name]
-    same(net, NDLightNet(**through_json(net.config)), torch.randn(1, 1, 6, 6))
-
-
 def apply(activation, mixer, dim):
     return nn.Sequential(mixer(dim), activation)
 
@@ -102,14 +101,14 @@ def test_copies_pickles_and_compiled_networks_know_them():
     net, file = NDLightNet(2, mixer="TNL", **SMALL), io.BytesIO()
     torch.save(net, file)
     file.seek(0)
-    for other in (
+    for copied in (
         copy.deepcopy(net),
         pickle.loads(pickle.dumps(net)),
         torch.load(file, weights_only=False),
         torch.compile(net),
         net.double(),
     ):
-        assert other.config == net.config
+        assert copied.config == net.config
     net.config["depth"] = 7  # of a copy
     assert net.config["depth"] == 2
 
@@ -145,9 +144,9 @@ def test_changes_are_noted():
     net.prune_intermediate_layers([0])
     assert net.config["depth"] == 1 and net.config["num_classes"] == 0
     same(net, NDLightNet(**net.config), torch.randn(1, 3, 8, 8))
-    other = NDLightNet(2, mixer=[mixers.TNL, lambda dim: mixers.TNL(dim)], **SMALL)
-    other.prune_intermediate_layers([0, 1])
-    assert "custom" in other.config["mixer"][1]
+    custom = NDLightNet(2, mixer=[mixers.TNL, lambda dim: mixers.TNL(dim)], **SMALL)
+    custom.prune_intermediate_layers([0, 1])
+    assert "custom" in custom.config["mixer"][1]
     net.prune_intermediate_layers([0], prune_norm=True)
     with pytest.raises(ValueError, match=r"NDLightNet was changed to \{'norm': False\}, which no"):
         net.description()
@@ -156,8 +155,8 @@ def test_changes_are_noted():
 def test_device_and_dtype():
     net = NDLightNet(2, device="meta", dtype=torch.float64, **SMALL)
     assert {(p.device.type, p.dtype) for p in net.parameters()} == {("meta", torch.float64)}
-    for made in (NDLightUNet(2, widths=(4, 8), depths=(0, 1), device="meta"), Forecaster(embed_dim=8, device="meta")):
-        assert {x.device.type for x in made.state_dict().values()} == {"meta"}
+    for empty in (NDLightUNet(2, widths=(4, 8), depths=(0, 1), device="meta"), Forecaster(embed_dim=8, device="meta")):
+        assert {x.device.type for x in empty.state_dict().values()} == {"meta"}
     assert torch.get_default_dtype() == torch.float32 and torch.empty(0).device.type == "cpu"
     assert "device" not in inspect.signature(NDLightNet).parameters  # no option of YAML
     assert "device" not in net.config and "dtype" not in net.config
@@ -195,7 +194,51 @@ def test_device_and_dtype_are_no_options_of_yaml(tmp_path):
     config = parser.parse_object({"net": {"dims": 2, "depth": 1, "mixer": "GLA"}})
     names = {key.split(".")[0] for key in config.net.keys()}  # noqa: SIM118
     assert names == set(inspect.signature(NDLightNet).parameters)
+    assert "dims" in names and not {"spatial_dims", "in_channels", "options"} & names
     net = parser.instantiate_classes(config).net
     assert net.config == NDLightNet(2, depth=1, mixer="GLA").config
     with pytest.raises(jsonargparse.ArgumentError, match="device"):
         parser.parse_object({"net": {"dims": 2, "device": "cpu"}})
+
+
+def test_numbers_of_numpy_are_numbers():
+    two = np.int64(2)
+    net = NDLightNet(two, patch_size=two, embed_dim=np.int64(16), depth=two, num_classes=two)
+    x = torch.randn(1, 3, 4, 4)
+    assert net.embed.patch == (2, 2) and net(x).shape == (1, 2)
+    assert len(net.forward_intermediates(x, np.int64(1), intermediates_only=True)) == 1
+    json.dumps(net.config)
+
+
+MONAI = {"spatial_dims": 2, "in_channels": 2, "out_channels": 3}
+TIMM = {"dims": 2, "in_chans": 2, "num_classes": 3}
+small = partial(NDLightNet, embed_dim=32, depth=1, tpe_states=4, patch_size=4)
+both_networks = pytest.mark.parametrize("make", [small, partial(NDLightUNet, widths=(8, 16), depths=(0, 1))])
+
+
+@both_networks
+def test_names_of_timm_and_of_monai(make):
+    expected = make(2, 2, 3).config
+    for names in (MONAI, TIMM, {"dims": 2, "in_channels": 2, "num_classes": 3}):
+        assert make(**names).config == expected
+
+
+@both_networks
+def test_both_names_are_an_error(make):
+    for args, options, message in (
+        ((), {"dims": 2, "spatial_dims": 3}, "spatial_dims=3 beside dims: expected one"),
+        ((2,), {"spatial_dims": 2}, "spatial_dims=2 beside dims"),
+        ((2,), {"in_chans": 1, "in_channels": 1}, r"in_chan\w+=1 beside in_chan\w+"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(*args, **options)
+    with pytest.raises(TypeError, match="in_channel'"):
+        make(2, in_channel=1)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'dims'"):
+        make(in_channels=1)
+
+
+def test_a_bundle_of_monai_has_its_names():
+    parse = pytest.importorskip("monai.bundle").ConfigParser
+    parsed = parse({"net": {"_target_": "ndlightnet.NDLightUNet", **MONAI}})
+    assert parsed.get_parsed_content("net").out_channels == 3

@@ -1,7 +1,6 @@
 """Forecaster: against its formula written out, what it sees, and what it is asked to mix with."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -16,14 +15,13 @@ from ndlightnet.nn.mixers.base import reads_context
 
 
 class Mean(nn.Module):
-    """A cross form that is simple to write down: the mean of the context; remembers its calls."""
+    """A cross form that is simple to write down: the mean of the context."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.proj, self.calls = nn.Linear(dim, dim), []
+        self.proj = nn.Linear(dim, dim)
 
     def forward(self, x, *, context=None, mask=None, causal=False):
-        self.calls.append((x.shape, None if context is None else context.shape, mask, causal))
         if context is None:
             count = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
             mean = x.cumsum(1) / count if causal else x.mean(1, keepdim=True)
@@ -36,22 +34,21 @@ def tiny(label_length: int = 6, **options) -> Forecaster:
     return Forecaster(3, label_length, **{"embed_dim": 16, **options})
 
 
-def inputs(known: int = 10, horizon: int = 5, dtype=torch.float32):
-    return torch.randn(2, known, 3, dtype=dtype), torch.rand(2, known + horizon, 4, dtype=dtype)
+def inputs(past: int = 10, horizon: int = 5, dtype=torch.float32):
+    return torch.randn(2, past, 3, dtype=dtype), torch.rand(2, past + horizon, 4, dtype=dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("known, horizon", [(6, 1), (10, 5), (11, 40)])
+@pytest.mark.parametrize("past, horizon", [(6, 1), (10, 5), (11, 40)])
 @pytest.mark.parametrize("mixer", [LightNetAttention, SoftmaxAttention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_any_input_and_horizon(known, horizon, mixer, dtype):
+def test_any_input_and_horizon(past, horizon, mixer, dtype):
     """The times say how many steps are wanted; every parameter gets a gradient."""
     net = tiny(mixer=mixer, decoder_depth=2).to(dtype)
-    y = net(*inputs(known, horizon, dtype))
+    y = net(*inputs(past, horizon, dtype))
     assert y.shape == (2, horizon, 3) and y.dtype == dtype
     parameters = dict(net.named_parameters())
-    found = grad(y.square().sum(), list(parameters.values()))
-    for name, g in zip(parameters, found, strict=True):
+    for name, g in zip(parameters, grad(y.square().sum(), list(parameters.values())), strict=True):
         assert g.isfinite().all() and g.any(), name
 
 
@@ -80,42 +77,32 @@ def test_forward_is_its_formula(close, label):
     close(net(values, times), y, 1e-5)  # the places are float32
 
 
-@pytest.mark.parametrize("known, horizon", [(48, 30), (50, 1), (24, 100)])
-def test_without_a_network_it_is_the_mean_day(known, horizon):
+@pytest.mark.parametrize("past, horizon", [(48, 30), (50, 1), (24, 100)])
+def test_without_a_network_it_is_the_mean_day(past, horizon):
     """And what the network reads of the known steps is the difference to it."""
-    net, seen = tiny(period=24).double(), []
+    net, calls = tiny(period=24).double(), []
     nn.init.zeros_(net.head.weight)
-    net.embed.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    values, times = inputs(known, horizon, torch.float64)
+    net.embed.register_forward_pre_hook(lambda _, args: calls.append(args[0]))
+    values, times = inputs(past, horizon, torch.float64)
     day = simple_forecasts(values, horizon)["mean_day"]
     torch.testing.assert_close(net(values, times), day)
-    (read,) = seen
-    assert not read[:, known:].any()
-    for hour in range(known):  # backwards from the end, the forecast's hours are those of the input
-        expected = values[:, hour] - simple_forecasts(values, 24)["mean_day"][:, (hour - known) % 24]
+    (read,) = calls
+    assert not read[:, past:].any()
+    for hour in range(past):  # backwards from the end, the forecast's hours are those of the input
+        expected = values[:, hour] - simple_forecasts(values, 24)["mean_day"][:, (hour - past) % 24]
         torch.testing.assert_close(read[:, hour], expected)
-
-
-def test_how_the_mixers_are_called():
-    net = tiny(mixer=Mean, cross=Mean)
-    net(*inputs())
-    for block in net.encoder:
-        assert block.mixer.calls == [((2, 10, 16), None, None, False)]
-    for block in net.decoder:
-        assert block.mixer.calls == [((2, 11, 16), None, None, True)]
-        assert block.cross.calls == [((2, 11, 16), (2, 10, 16), None, False)]
 
 
 def test_nothing_is_known_of_the_later_steps():
     """What the decoder is given after the label depends on the times alone."""
-    net, seen = tiny().eval(), []
-    net.decoder[0].register_forward_pre_hook(lambda _, args: seen.append(args))
+    net, calls = tiny().eval(), []
+    net.decoder[0].register_forward_pre_hook(lambda _, args: calls.append(args))
     values, times = inputs()
     net(values, times)
     net(torch.randn_like(values), times)
-    (x, source), (other, another) = seen
-    assert x.shape == (2, 6 + 5, 16) and torch.equal(x[:, 6:], other[:, 6:])
-    assert (x[:, :6] != other[:, :6]).any(-1).all() and (source != another).any(-1).all()
+    (x, source), (x2, source2) = calls
+    assert x.shape == (2, 6 + 5, 16) and torch.equal(x[:, 6:], x2[:, 6:])
+    assert (x[:, :6] != x2[:, :6]).any(-1).all() and (source != source2).any(-1).all()
 
 
 @pytest.mark.parametrize("mixer", [LightNetAttention, SoftmaxAttention])
@@ -157,33 +144,6 @@ def test_autocast_and_fullgraph(close):
     close(torch.compile(net, fullgraph=True, backend="eager")(values, times), y, 1e-6)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"label_length": -1}, r"label_length=-1"),
-        ({"period": 0}, r"period=0"),
-        ({"embed_dim": 15}, r"embed_dim=15"),
-        ({"depth": 0}, r"depth=0"),
-        ({"decoder_depth": 0}, r"decoder_depth=0"),
-        ({"mixer": LightNetAttention(16)}, r"mixer=LightNetAttention\(\.\.\.\)"),
-        ({"cross": LightNetAttention(16)}, r"cross=LightNetAttention\(\.\.\.\)"),
-    ],
-)
-def test_what_cannot_be_built(options, message):
-    with pytest.raises(ValueError, match=message):
-        tiny(**options)
-
-
-@pytest.mark.parametrize(
-    "known, later, columns", [(5, 5, 3), (10, 0, 3), (10, 5, 2)], ids=["label", "horizon", "columns"]
-)
-def test_input_that_does_not_fit(known, later, columns):
-    with pytest.raises(ValueError, match=r"values \(2, .*6 or more, 3"):
-        tiny()(torch.randn(2, known, columns), torch.rand(2, known + later, 4))
-    with pytest.raises(ValueError, match=r"expected \(batch, 24 or more, 3"):
-        tiny(period=24)(*inputs())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mixers.__all__)
 def test_the_catalogue(name):
@@ -196,9 +156,3 @@ def test_the_catalogue(name):
     y.square().sum().backward()
     kinds = [type(block.mixer) for block in (*net.encoder, *net.decoder)]
     assert kinds == [mixer] * 3 and net.embed.weight.grad.isfinite().all()
-
-
-def test_a_factory_with_options():
-    net = tiny(mixer=partial(LightNetAttention, heads=4), cross=partial(LightNetAttention, heads=2))
-    assert net.encoder[0].mixer.heads == net.decoder[0].mixer.heads == 4
-    assert net.decoder[0].cross.heads == 2

@@ -1,12 +1,13 @@
 """predict_large: slabs in turn give what the whole gives."""
 
-from __future__ import annotations
+import itertools
+from functools import partial
 
 import pytest
 import torch
 from rich.progress import Progress
 
-from ndlightnet import NDLightNet, NDLightUNet, mixers
+from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.nn.convolutional import ConvBlock
 from ndlightnet.parallel import split_sizes
 from ndlightnet.parallel.turns import Sweeper, Turns
@@ -15,9 +16,9 @@ from tests.parallel.sharded_networks import CASES, CAUSAL, features_beside_nan
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    error = (found - expected).abs().max() / expected.abs().max()
+def close(y: torch.Tensor, expected: torch.Tensor) -> None:
+    assert y.shape == expected.shape and y.dtype == expected.dtype
+    error = (y - expected).abs().max() / expected.abs().max()
     assert error <= BOUNDS[expected.dtype]
 
 
@@ -29,20 +30,20 @@ def test_slabs_in_turn_give_what_the_whole_gives(name, dtype):
     net = case.make().to(dtype).eval()
     x = torch.randn(2, *case.shape, dtype=dtype)
     with torch.no_grad():
-        whole = net(x)
+        expected = net(x)
     for slabs in (1, 3, None):
-        close(net.predict_large(x, slabs), whole)
+        close(net.predict_large(x, slabs), expected)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_what_is_not_finite_reaches_no_other_sample_and_no_earlier_frame(name):
     """Of the whole, and of slabs in turn."""
-    net, clean, bad, seen = features_beside_nan(name)
+    net, clean, bad, reached = features_beside_nan(name)
     with torch.no_grad():
         for run in (net, lambda x: net.predict_large(x, 3)):
             expected, features = run(clean), run(bad)
-            assert expected.shape[:2] == seen.shape and not features[seen].isfinite().all()
-            close(features[~seen], expected[~seen])
+            assert expected.shape[:2] == reached.shape and not features[reached].isfinite().all()
+            close(features[~reached], expected[~reached])
 
 
 def test_a_network_without_a_decoder_and_one_that_gives_features():
@@ -59,15 +60,15 @@ def test_files_are_removed_and_the_result_is_mapped_slab_by_slab(tmp_path):
     torch.manual_seed(0)
     net = NDLightUNet(2, 1, 3, widths=(8, 16)).double().eval()
     x = torch.randn(1, 1, 16, 14, dtype=torch.float64)
-    seen = []
+    shapes = []
 
     def then(logits):
-        seen.append(tuple(logits.shape))
+        shapes.append(tuple(logits.shape))
         return logits.argmax(1).byte()
 
     labels = net.predict_large(x, 4, folder=tmp_path, then=then)
     assert torch.equal(labels, net(x).argmax(1).byte())
-    assert seen == [(1, 3, 4, 14)] * 4 and not list(tmp_path.iterdir())
+    assert shapes == [(1, 3, 4, 14)] * 4 and not list(tmp_path.iterdir())
 
 
 def test_memory_of_a_slab(monkeypatch):
@@ -103,26 +104,22 @@ def test_features_of_the_first_level_are_not_stored(monkeypatch):
     assert not [shape for shape in stored if shape[1] == 8]
 
 
-def test_a_block_takes_two_sweeps(monkeypatch):
-    sweeps = []
-    real = Turns.begin
+@pytest.fixture
+def sweeps(monkeypatch):
+    ranks, begin = [], Turns.begin
+    monkeypatch.setattr(Turns, "begin", lambda turns, rank: ranks.append(rank) or begin(turns, rank))
+    return ranks
 
-    def begin(self, rank):
-        sweeps.append(rank)
-        real(self, rank)
 
-    monkeypatch.setattr(Turns, "begin", begin)
+def test_a_block_takes_two_sweeps(sweeps):
     net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=3, tpe=False).eval()
     net.predict_large(torch.randn(1, 1, 8, 8), 4)
     # one for the embedding, two for each block, two for the mean over tokens
     assert len(sweeps) == 4 * (1 + 2 * 3 + 2)
 
 
-def test_a_convolution_block_takes_five_sweeps(monkeypatch):
+def test_a_convolution_block_takes_five_sweeps(sweeps):
     """Edges, statistics, edges, statistics, the result."""
-    sweeps = []
-    real = Turns.begin
-    monkeypatch.setattr(Turns, "begin", lambda turns, rank: sweeps.append(rank) or real(turns, rank))
     block, x, sizes = (ConvBlock(2, 3, 4).double().eval(), torch.randn(1, 3, 8, 6).double(), (2, 2, 4))
     sweeper = Sweeper(torch.device("cpu"), 2, 0, sizes, None, None)
 
@@ -130,8 +127,8 @@ def test_a_convolution_block_takes_five_sweeps(monkeypatch):
         return block(slab, sweeper.slab(exchange, slab.shape[2:]))
 
     with torch.no_grad():
-        found = sweeper.apply(layer, list(x.split(sizes, 2)))
-        close(torch.cat(found, 2), block(x))
+        y = sweeper.apply(layer, list(x.split(sizes, 2)))
+        close(torch.cat(y, 2), block(x))
     assert sweeps == [0, 1, 2] * 5
 
 
@@ -152,52 +149,46 @@ def test_inputs_are_refused_as_by_the_forward(kind, x):
         net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=16, depth=1)
     else:
         net = NDLightUNet(2, 1, 3, widths=(4, 8), separable=kind == "separable")
-    told = []
+    errors = []
     for run in (net.eval(), net.predict_large):
         with pytest.raises((ValueError, TypeError)) as error:
             run(x)
-        told.append((error.type, str(error.value)))
-    assert told[0] == told[1] and told[0][1].startswith("input ")
+        errors.append((error.type, str(error.value)))
+    assert errors[0] == errors[1] and errors[0][1].startswith("input ")
 
 
 def test_wrong_uses_are_refused():
-    net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1)
-    x = torch.randn(1, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"in training mode: expected eval\(\)"):
-        net.predict_large(x)
-    net.eval()
-    with pytest.raises(ValueError, match="slabs=0: expected 1 or more"):
-        net.predict_large(x, 0)
-    soft = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, mixer=mixers.SoftmaxAttention)
-    with pytest.raises(ValueError, match="SoftmaxAttention takes whole samples; expected a mixer"):
-        soft.eval().predict_large(x)
-    stem = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, stem_blocks=1).eval()
-    with pytest.raises(ValueError, match="shard_grid and predict_large: expected none with stem"):
-        stem.predict_large(x)
+    small, x = partial(NDLightNet, 2, 1, 5, patch_size=2, embed_dim=32, depth=1), torch.randn(1, 1, 8, 8)
+    for net, slabs, message in (
+        (small(), None, r"in training mode: expected eval\(\)"),
+        (small().eval(), 0, "slabs=0: expected 1 or more"),
+        (small(mixer="SoftmaxAttention").eval(), None, "SoftmaxAttention takes whole samples; expected a mixer"),
+        (small(stem_blocks=1).eval(), None, "shard_grid and predict_large: expected none with stem"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            net.predict_large(x, slabs)
 
 
 def test_split_sizes():
     assert split_sizes(17, 3, 4) == (4, 8, 5)
     assert split_sizes(12, 3) == (4, 4, 4)
-    for size in range(1, 40):
-        for parts in range(1, 5):
-            for multiple in (1, 2, 4):
-                if -(-size // multiple) < parts:
-                    with pytest.raises(ValueError, match=f"an axis of {size}: expected {parts}"):
-                        split_sizes(size, parts, multiple)
-                    continue
-                sizes = split_sizes(size, parts, multiple)
-                assert sum(sizes) == size and len(sizes) == parts and min(sizes) > 0
-                assert all(n % multiple == 0 for n in sizes[:-1])
+    for size, count, multiple in itertools.product(range(1, 40), range(1, 5), (1, 2, 4)):
+        if -(-size // multiple) < count:
+            with pytest.raises(ValueError, match=f"an axis of {size}: expected {count}"):
+                split_sizes(size, count, multiple)
+            continue
+        sizes = split_sizes(size, count, multiple)
+        assert sum(sizes) == size and len(sizes) == count and min(sizes) > 0
+        assert all(n % multiple == 0 for n in sizes[:-1])
 
 
 def test_progress_names_layers_and_slabs(monkeypatch):
-    shown = []
-    update = Progress.update
-    monkeypatch.setattr(Progress, "update", lambda *job, **how: shown.append(how) or update(*job, **how))
+    texts, update = [], Progress.update
+    monkeypatch.setattr(
+        Progress, "update", lambda *job, description: texts.append(description) or update(*job, description=description)
+    )
     net = NDLightUNet(2, 1, 3, widths=(8, 16)).eval()
     net.predict_large(torch.randn(1, 1, 16, 14), 2, progress=True)
-    texts = [how["description"] for how in shown]
     assert texts[0] == "layer 1, slab 1 of 2" and "layer 2, slab 2 of 2" in texts
 
 

@@ -39,10 +39,6 @@ def of_layer(dim: int, layer: int) -> nn.Module:
     return LightNetAttention(dim) if layer % 2 else mixers.TNL(dim)
 
 
-def text(**options) -> NDLightNet:
-    return NDLightNet(1, vocab_size=50, embed_dim=16, tpe_states=4, causal=True, **options)
-
-
 def built(net: nn.Module) -> list:
     return [module.built for module in net.modules() if hasattr(module, "built")]
 
@@ -73,8 +69,8 @@ def test_layers_are_counted_through_a_network():
 def test_a_mixer_for_each_layer():
     each = [LightNetAttention, partial(mixers.TNL, heads=2), mixers.Identity]
     kinds = [LightNetAttention, mixers.TNL, mixers.Identity]
-    for given in (each, tuple(each)):
-        net = NDLightNet(2, 1, 2, embed_dim=16, depth=3, mixer=given)
+    for mixer in (each, tuple(each)):
+        net = NDLightNet(2, 1, 2, embed_dim=16, depth=3, mixer=mixer)
         assert [type(block.mixer) for block in net.blocks] == kinds
     unet = NDLightUNet(2, widths=(8, 16), depths=(1, 2), mixer=each)
     assert [type(b.mixer) for stage in unet.stages for b in stage.blocks] == kinds
@@ -113,24 +109,16 @@ def test_errors_name_the_layer(mixer, message):
 
 
 def test_mixed_layers_stream_and_export(close):
-    each = [partial(LightNetAttention, heads=2), mixers.TNL, mixers.Mamba, mixers.Identity]
-    net = text(depth=4, mixer=each).double().eval()
+    each = [partial(LightNetAttention, heads=2), mixers.TNL, mixers.Identity]
+    net = NDLightNet(1, vocab_size=50, embed_dim=16, tpe_states=4, causal=True, depth=3, mixer=each).double().eval()
     words = torch.randint(50, (2, 12))
     expected = net(words).detach()
     stream = net.stream(2)
-    close(torch.cat([stream(part) for part in words.split([5, 1, 6], 1)], 1), expected, 1e-10)
-    other = net.stream(2)
-    stream = net.stream(2)
-    stream(words[:, :5])
-    other.load_state_dict(stream.state_dict())
-    close(other(words[:, 5:]), expected[:, 5:], 1e-10)
+    close(torch.cat([stream(piece) for piece in words.split([5, 1, 6], 1)], 1), expected, 1e-10)
     sizes = [block.mixer.state_size for block in net.blocks]
-    assert state_size(net) == round(sum(sizes) / 4)
-    assert all(b.mixer.implementation(torch.randn(1, 3, 16)).startswith("torch") for b in net.blocks)
+    assert state_size(net) == round(sum(sizes) / 3)
     exported = torch.export.export(net, (words,), strict=False)
     close(exported.module()(words), expected, 1e-10)
-    with pytest.raises(ValueError, match="SoftmaxAttention has no method advance"):
-        text(depth=2, mixer=[LightNetAttention, mixers.SoftmaxAttention]).stream()
 
 
 FORMS = {
@@ -210,41 +198,17 @@ def test_a_wrong_line_of_yaml(line, message, tmp_path, monkeypatch):
         from_yaml(line, tmp_path)
 
 
-NAMED = {
-    "GLA": partial(mixers.GLA),
-    "LAVO": partial(mixers.LAVO, window=8),
-    "WithLocal": partial(mixers.WithLocal, mixer=partial(mixers.TNL, heads=2), local="both"),
-}
-FORMS_IN_PYTHON = {
-    "GLA": ("GLA", "ndlightnet.nn.mixers.GLA", {"GLA": {}}, {"GLA": None}),
-    "LAVO": ({"LAVO": {"window": 8}}, {"class_path": "LAVO", "init_args": {"window": 8}}),
-    "WithLocal": ({"WithLocal": {"local": "both", "mixer": {"TNL": {"heads": 2}}}},),
-}
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_a_name_in_python_is_the_class_it_names(name):
-    def made(mixer) -> NDLightNet:
-        torch.manual_seed(0)
-        return NDLightNet(2, 1, 2, embed_dim=16, depth=2, tpe_states=4, patch_size=2, mixer=mixer)
-
-    x, wanted = torch.randn(1, 1, 6, 8), made(NAMED[name])
-    for form in FORMS_IN_PYTHON[name]:
-        for given in (form, [form, form]):
-            assert torch.equal(made(given)(x), wanted(x))
-
-
 def test_what_a_mixer_is_called_in_json():
     assert description(mixers.Identity) == "Identity"
     assert description(partial(mixers.GLA, scan="axes")) == {"GLA": {"heads": None, "scan": "axes", "impl": "auto"}}
     assert description(partial(mixers.text_mixer, window=7)) == {"text_mixer": {"window": 7}}
-    inner = description(NAMED["WithLocal"])["WithLocal"]["mixer"]
+    inner = partial(mixers.WithLocal, mixer=partial(mixers.TNL, heads=2), local="both")
+    inner = description(inner)["WithLocal"]["mixer"]
     assert inner == {"TNL": {"heads": 2, "scan": "both", "impl": "auto"}}
     custom = {"custom": f"{__name__}.OfLayer"}
     assert description(OfLayer) == description(partial(OfLayer, layer=3)) == custom
     assert "lambda" in description(lambda dim: nn.Identity())["custom"]
     assert set(mixers.__all__) <= set(CATALOGUE) and len(CATALOGUE) == len(mixers.__all__) + 3
-    for made in CATALOGUE.values():
-        form = json.loads(json.dumps(description(made)))
-        name = form if isinstance(form, str) else next(iter(form))
-        assert CATALOGUE[name] is made
+    for kind in CATALOGUE.values():
+        form = json.loads(json.dumps(description(kind)))
+        assert CATALOGUE[form if isinstance(form, str) else next(iter(form))] is kind

@@ -9,30 +9,30 @@ import torch
 from ndlightnet.layout import Grid
 from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers import lightnet
-from ndlightnet.ops import causal_attention, fla
+from ndlightnet.ops import fla
 from ndlightnet.ops.dispatch import Support
 from ndlightnet.ops.recurrence import memory
 
 N = 11
 
 
-def parts_of(m):
+def recurrence(m):
     """The inputs of a recurrent mixer's recurrence, and what it reads."""
     x = torch.randn(2, N, 16, dtype=torch.float64)
     z = torch.nn.functional.pad(m.project(x), (0, 0, m.lookback, 0))
-    parts = m.inputs(z, None)
-    return parts, m.recur(parts, m.initial_memory(2, None), inclusive=2)
+    inputs = m.inputs(z, None)
+    return inputs, m.recur(inputs, m.initial_memory(2, None), inclusive=2)
 
 
 @pytest.mark.parametrize("name", ["TNL", "GLA", "HGRN2"])
 def test_row_and_scalar_decays_are_of_type_one(close, name):
-    parts, (y, last) = parts_of(getattr(mixers, name)(16, 2).double())
-    f = parts.log_decay.exp()[..., None]
+    inputs, (y, last) = recurrence(getattr(mixers, name)(16, 2).double())
+    f = inputs.log_decay.exp()[..., None]
     if name == "TNL":
         assert f.shape[-2] == 1 and (f == f[:, :1]).all()
     if name == "HGRN2":
-        close(parts.k, 1 - f[..., 0], 1e-12)
-    expected = memory.reference(parts.q, parts.k, f, parts.v)
+        close(inputs.k, 1 - f[..., 0], 1e-12)
+    expected = memory.reference(inputs.q, inputs.k, f, inputs.v)
     close(y, expected[0], 1e-11)
     close(last, expected[1], 1e-11)
 
@@ -41,17 +41,16 @@ def test_row_and_scalar_decays_are_of_type_one(close, name):
 @pytest.mark.parametrize("negative", [False, True])
 def test_delta_rules_are_of_type_two(close, name, negative):
     """f_t = (I - beta k k^T) Diag(alpha), e_t = beta k; the keys of length 1."""
-    parts, (y, last) = parts_of(getattr(mixers, name)(16, 2, negative=negative).double())
-    k, beta = parts.k, parts.beta[..., None]
+    inputs, (y, last) = recurrence(getattr(mixers, name)(16, 2, negative=negative).double())
+    k, beta = inputs.k, inputs.beta[..., None]
     assert (k.norm(dim=-1) - 1).abs().max() < 1e-3
     assert beta.min() > 0 and (1 < beta.max() < 2 if negative else beta.max() < 1)
     f = torch.eye(8, dtype=torch.float64) - beta[..., None] * k[..., None] * k[..., None, :]
-    if parts.log_decay is not None:
-        f = f * parts.log_decay.exp()[..., None, :]
-    assert (parts.log_decay is None) == (name == "DeltaNet")
-    symmetric = torch.allclose(f, f.mT)
-    assert symmetric == (name != "KimiDeltaAttention")
-    expected = memory.reference(parts.q, beta * k, f, parts.v, None, torch.matmul)
+    if inputs.log_decay is not None:
+        f = f * inputs.log_decay.exp()[..., None, :]
+    assert (inputs.log_decay is None) == (name == "DeltaNet")
+    assert torch.allclose(f, f.mT) == (name != "KimiDeltaAttention")
+    expected = memory.reference(inputs.q, beta * k, f, inputs.v, None, torch.matmul)
     close(y, expected[0], 1e-11)
     close(last, expected[1], 1e-11)
 
@@ -64,7 +63,7 @@ def qkv(m):
 def test_linear_attention_has_its_denominator_as_a_value_channel_of_ones(close):
     m = mixers.LinearAttention(16, 2).double()
     x, q, k, v = qkv(m)
-    q, k = (torch.nn.functional.elu(part) + 1 for part in (q, k))
+    q, k = (torch.nn.functional.elu(z) + 1 for z in (q, k))
     ones = torch.ones(1, 1, 1, 1, 1)
     y, _ = memory.reference(q, k, ones, torch.cat([v, torch.ones_like(v[..., :1])], -1))
     close(m(x, causal=True), m.o_proj((y[..., :-1] / y[..., -1:]).flatten(2)), 1e-11)
@@ -80,46 +79,21 @@ def test_cosformer_is_complex_with_one_angle(close):
     close(m(x, causal=True), m.o_proj((y[..., :-1] / y[..., -1:].clamp(min=1e-6)).flatten(2)), 1e-5)
 
 
-def test_lrpe_is_complex_with_an_angle_a_channel(close):
-    m = mixers.LrpeAttention(16, 2).double()
+@pytest.mark.parametrize("core", ["cosine", "rotary"])
+def test_lrpe_turns_its_memory(close, core):
+    """Complex with an angle for each channel, or by f = W^T, what a step does to a head's channels."""
+    m = mixers.LrpeAttention(16, 2, core=core).double()
     x, q, k, v = qkv(m)
-    q, k = (torch.nn.functional.silu(part) for part in (q, k))
-    theta = 10000.0 ** (-2 * torch.arange(8).double() / 8)
-    f = torch.exp(1j * theta).reshape(1, 1, 1, 8, 1)
-    y, _ = memory.reference(q, k, f, v)
+    q, k = (torch.nn.functional.silu(z) for z in (q, k))
+    if core == "cosine":
+        f = torch.exp(1j * 10000.0 ** (-2 * torch.arange(8).double() / 8)).reshape(1, 1, 1, 8, 1)
+        y, _ = memory.reference(q, k, f, v)
+    else:
+        units = torch.eye(8, dtype=torch.float64)[:, None, None].expand(8, 2, 2, 8)
+        turned = m.add_position(units, Grid((2,)), (None,))[:, 1]  # (channel, head, what it becomes)
+        y, _ = memory.reference(q, k, turned.transpose(0, 1)[None, None], v, None, torch.matmul)
     y = torch.nn.functional.rms_norm(y, y.shape[-1:], eps=1e-6)
     close(m(x, causal=True), m.o_proj(y.flatten(2)), 1e-5)  # frequencies are float32
-
-
-def test_rotary_lrpe_rotates_its_memory(close):
-    """f = W^T, where W is what a step does to the channels of a head."""
-    m = mixers.LrpeAttention(16, 2, core="rotary").double()
-    x, q, k, v = qkv(m)
-    q, k = (torch.nn.functional.silu(part) for part in (q, k))
-    units = torch.eye(8, dtype=torch.float64)[:, None, None].expand(8, 2, 2, 8)
-    turned = m.add_position(units, Grid((2,)), (None,))[:, 1]  # (channel, head, what it becomes)
-    y, _ = memory.reference(q, k, turned.transpose(0, 1)[None, None], v, None, torch.matmul)
-    y = torch.nn.functional.rms_norm(y, y.shape[-1:], eps=1e-6)
-    close(m(x, causal=True), m.o_proj(y.flatten(2)), 1e-5)  # frequencies are float32
-
-
-def test_lavo_remembers_a_running_mean(close):
-    """e = 1 / t, f = (t - 1) / t: a memory (1, head_dim) of values, without the local branch."""
-    m = mixers.LAVO(16, 2, window=None).double()
-    x = torch.randn(2, N, 16, dtype=torch.float64)
-    q, v = (proj(x).unflatten(-1, (2, 8)) for proj in (m.q_proj, m.v_proj))
-    count = torch.arange(1, N + 1, dtype=torch.float64).reshape(1, N, 1, 1)
-    ones = torch.ones(2, N, 2, 1, dtype=torch.float64)
-    mean, _ = memory.reference(ones, ones / count, ((count - 1) / count)[..., None], v)
-    close(m(x, causal=True), m._output(q, mean), 1e-11)
-
-
-def test_lightnet_forgets_what_it_takes_in(close):
-    """e_t = exp(k_t) / s_t, f_t = 1 - e_t, with s_t the sum of exp(k) so far."""
-    q, k, v = torch.randn(3, 2, N, 2, 8, dtype=torch.float64)
-    e = k.exp() / k.exp().cumsum(1)
-    y, _ = memory.reference(torch.nn.functional.silu(q), e, (1 - e)[..., None], v)
-    close(causal_attention(q, k, v)[0], y, 1e-11)
 
 
 @pytest.mark.parametrize("name", ["TNL", "GLA", "HGRN2", "DeltaNet", "KimiDeltaAttention"])
@@ -129,56 +103,58 @@ def test_both_ways_count_a_token_once(close, name):
     x = torch.randn(2, N, 16, dtype=torch.float64)
     z = m.project(x)
 
-    def one_way(z, own):
-        parts = m.inputs(torch.nn.functional.pad(z, (0, 0, m.lookback, 0)), None)
-        k, beta = parts.k, getattr(parts, "beta", None)
+    def one_way(z, reads_itself):
+        inputs = m.inputs(torch.nn.functional.pad(z, (0, 0, m.lookback, 0)), None)
+        k, beta = inputs.k, inputs.beta
         f = torch.eye(k.shape[-1], dtype=torch.float64).expand(*k.shape[:3], -1, -1)
         e = k if beta is None else k * beta[..., None]
         if beta is not None:
             f = f - e[..., None] * k[..., None, :]
-        if parts.log_decay is not None:
-            f = f * parts.log_decay.exp()[..., None, :]
+        if inputs.log_decay is not None:
+            f = f * inputs.log_decay.exp()[..., None, :]
         held, out = torch.zeros_like(m.initial_memory(2, None)), []
         for t in range(N):
             held = f[:, t] @ held
-            written = held + e[:, t, ..., None] * parts.v[:, t, :, None]
-            out.append(torch.einsum("bhk,bhkd->bhd", parts.q[:, t], written if own else held))
+            written = held + e[:, t, ..., None] * inputs.v[:, t, :, None]
+            out.append(torch.einsum("bhk,bhkd->bhd", inputs.q[:, t], written if reads_itself else held))
             held = written
-        return parts, torch.stack(out, 1)
+        return inputs, torch.stack(out, 1)
 
-    parts, forth = one_way(z, True)
+    inputs, forth = one_way(z, True)
     _, back = one_way(z.flip(1), False)
-    close(m(x), m.output(parts, forth + back.flip(1)), 1e-11)
+    close(m(x), m.output(inputs, forth + back.flip(1)), 1e-11)
     assert not torch.allclose(m(x), m(x, causal=True), rtol=1e-3)
 
 
-def test_cosformer_on_a_grid(close):
-    """Weights relu(q) . relu(k) times the mean of the axes' cosines; none is negative."""
-    m = mixers.CosformerAttention(16, 2).double()
-    x = torch.randn(2, 3, 4, 16, dtype=torch.float64)
-    q, k, v = (proj(x.flatten(1, 2)).unflatten(-1, (2, 8)) for proj in (m.q_proj, m.k_proj, m.v_proj))
-    at = torch.cartesian_prod(torch.arange(3), torch.arange(4)).double()
-    cos = (math.pi / 2 * (at[:, None] - at) / torch.tensor([3.0, 4.0])).cos().mean(-1)
+COSFORMER = {  # reach, x's grid, the source's, the offset at which an axis' cosine is 0
+    "a grid": (None, (3, 4), None, (3, 4)),
+    "a longer source": (None, (4,), (9,), (9,)),
+    "a shorter source": (None, (9,), (4,), (9,)),
+    "beyond its reach": (4, (9,), None, (4,)),
+}
+
+
+@pytest.mark.parametrize("case", COSFORMER)
+def test_cosformer_is_its_formula(close, case):
+    """Weights relu(q) . relu(k) times the mean of the axes' cosines; none is negative. Both grids
+    count from the same corner; tokens past the reach count as at it."""
+    reach, shape, source_shape, zero = COSFORMER[case]
+    m = mixers.CosformerAttention(16, 2, reach=reach).double()
+    x = torch.randn(2, *shape, 16, dtype=torch.float64)
+    source = x if source_shape is None else torch.randn(2, *source_shape, 16, dtype=torch.float64)
+    q = m.q_proj(x.flatten(1, -2)).unflatten(-1, (2, 8))
+    k, v = (proj(source.flatten(1, -2)).unflatten(-1, (2, 8)) for proj in (m.k_proj, m.v_proj))
+    zero = torch.tensor(zero).double()
+    at, of = (
+        torch.cartesian_prod(*map(torch.arange, z.shape[1:-1])).reshape(-1, len(zero)).double().minimum(zero)
+        for z in (x, source)
+    )
+    cos = (math.pi / 2 * (at[:, None] - of) / zero).cos().mean(-1)
     weight = torch.einsum("bthk,bshk->bhts", q.relu(), k.relu()) * cos
-    assert (weight >= 0).all()
+    assert (weight > -1e-12).all()
     weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-6)
-    y = torch.einsum("bhts,bshd->bthd", weight, v)
-    close(m(x), m.o_proj(y.flatten(2)).reshape(x.shape), 1e-6)
-
-
-@pytest.mark.parametrize("lengths", [(4, 9), (9, 4)])
-def test_cosformer_of_another_source(close, lengths):
-    """Both count from the same corner, as far as the longer one."""
-    m = mixers.CosformerAttention(16, 2).double()
-    x, source = (torch.randn(2, n, 16, dtype=torch.float64) for n in lengths)
-    q = m.q_proj(x).unflatten(-1, (2, 8))
-    k, v = (proj(source).unflatten(-1, (2, 8)) for proj in (m.k_proj, m.v_proj))
-    at, there = (torch.arange(n).double() for n in lengths)
-    weight = torch.einsum("bthk,bshk->bhts", q.relu(), k.relu())
-    weight = weight * (math.pi / 18 * (at[:, None] - there)).cos()
-    weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-6)
-    y = torch.einsum("bhts,bshd->bthd", weight, v)
-    close(m(x, context=source), m.o_proj(y.flatten(2)), 1e-6)
+    y = m.o_proj(torch.einsum("bhts,bshd->bthd", weight, v).flatten(2)).reshape(x.shape)
+    close(m(x, context=None if source is x else source), y, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["CosformerAttention", "LrpeAttention"])
@@ -213,8 +189,8 @@ def test_lrpe_scores_depend_on_offsets_alone(core):
 
     base = score((2, 1), (4, 5))
     assert torch.allclose(score((7, 3), (9, 7)), base, rtol=1e-5)
-    for other in ((4, 6), (5, 5)):
-        assert abs(score((2, 1), other) - base) > 1e-3
+    for moved in ((4, 6), (5, 5)):
+        assert abs(score((2, 1), moved) - base) > 1e-3
     assert torch.allclose(m.add_position(q, Grid((1, 1), (3, 2)), (1, 1)).norm(), q.norm(), rtol=1e-6)
 
 
@@ -266,8 +242,7 @@ def test_parameters_are_as_the_docstrings_say(name, count):
 def test_first_steps(name, first, last):
     """Of tokens that say nothing, float32."""
     torch.manual_seed(1)
-    options = {} if (first, last) == (1e-3, 0.1) else {"dt_min": first, "dt_max": last}
-    step = torch.nn.functional.softplus(getattr(mixers, name)(256, **options).dt_bias)
+    step = torch.nn.functional.softplus(getattr(mixers, name)(256, dt_min=first, dt_max=last).dt_bias)
     assert (step >= first * (1 - 1e-5)).all() and (step <= last * (1 + 1e-5)).all()
     if first < last and len(step) > 100:  # evenly drawn in the logarithm
         assert abs((step < (first * last) ** 0.5).float().mean() - 0.5) < 2 / len(step) ** 0.5
@@ -283,7 +258,7 @@ def test_first_rates():
     assert max(gated.max(), kimi.max()) < 16 * (1 + 1e-5)
 
 
-def test_what_runs_is_said():
+def test_implementation_names_the_reason():
     m = mixers.GLA(128)
     assert m.implementation(torch.randn(1, 2, 128)) == "torch (tensors on cpu: expected cuda)"
     assert mixers.GLA(128, impl="reference").implementation(torch.randn(1, 2, 128)) == "reference"
@@ -292,7 +267,7 @@ def test_what_runs_is_said():
 @pytest.mark.parametrize("name", ["LinearAttention", "CosformerAttention", "LrpeAttention", "GLA"])
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (3, 4)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_is_said_is_what_runs(monkeypatch, name, shape, causal):
+def test_implementation_is_what_runs(monkeypatch, name, shape, causal):
     called = []
 
     def kernel(q, k, v, decay, state):
@@ -302,24 +277,19 @@ def test_what_is_said_is_what_runs(monkeypatch, name, shape, causal):
     monkeypatch.setattr(fla, "supports", lambda *_: Support())
     monkeypatch.setattr(fla, "gated_linear_attention", kernel)
     m, x = getattr(mixers, name)(16), torch.randn(2, *shape, 16)
-    said = m.implementation(x, causal)
     m(x, causal=causal)
-    assert said == ("fla" if called else "torch")
+    assert m.implementation(x, causal) == ("fla" if called else "torch")
     assert bool(called) == (name == "GLA" or (causal and shape != (3, 4)))
 
 
 @pytest.mark.parametrize("causal, operation", [(False, "global_attention"), (True, "axis_causal_attention")])
 def test_lightnet_asks_for_the_kernel_of_its_form(monkeypatch, causal, operation):
-    asked = []
-
     def supported(name, x, *, position):
-        asked.append((name, position.shape))
-        return Support("tests")
+        return Support(f"{name} {position.shape}")
 
     monkeypatch.setattr(lightnet, "supported", supported)
     m = mixers.LightNetAttention(16)
-    assert m.implementation(torch.randn(2, 3, 4, 16), causal) == "torch (tests)"
-    assert asked == [(operation, (3, 4))]
+    assert m.implementation(torch.randn(2, 3, 4, 16), causal) == f"torch ({operation} (3, 4))"
 
 
 @pytest.mark.parametrize("name", ["DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"])
@@ -327,10 +297,9 @@ def test_padding_neither_writes_nor_decays(name):
     """In the delta rules, whose short convolution takes the last tokens on into it."""
     m, keep = getattr(mixers, name)(16, 2), torch.rand(2, N) < 0.5
     z = torch.nn.functional.pad(m.project(torch.randn(2, N, 16)), (0, 0, m.lookback, 0))
-    parts = m.inputs(z, keep)
-    assert not parts.beta[~keep].any() and parts.beta[keep].all()
-    if parts.log_decay is not None:
-        assert not parts.log_decay[~keep].any() and parts.log_decay[keep].all()
+    inputs = m.inputs(z, keep)
+    for written in (inputs.beta, inputs.log_decay):
+        assert written is None or (not written[~keep].any() and written[keep].all())
 
 
 def test_wrong_arguments_are_named():
@@ -343,25 +312,20 @@ def test_wrong_arguments_are_named():
 
 
 @pytest.mark.parametrize("name", ["DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"])
-@pytest.mark.parametrize("taps", [1, 2, 4])
-def test_the_short_convolution_of_delta_rules(close, name, taps):
-    """Torch's of this many taps, in the whole and in a stream; one tap is none."""
-    m = getattr(mixers, name)(16, 2, taps=taps).double()
-    x = torch.randn(2, N, 16, dtype=torch.float64)
-    z = m.project(x)
-    parts = m.inputs(torch.nn.functional.pad(z, (0, 0, m.lookback, 0)), None)
-    near = z[..., :48].mT
-    if taps > 1:
-        padded = torch.nn.functional.pad(near, (taps - 1, 0))
-        near = torch.nn.functional.conv1d(padded, m.conv[:, None], groups=48)
-    v = torch.nn.functional.silu(near.mT)[..., 32:]
-    close(parts.v.flatten(2), v, 1e-12)
-    state, outputs = m.init_state(2), []
-    assert state.tail.shape == (2, taps - 1, m.width)
-    for at, end in ((0, 1), (1, 2), (2, N)):
-        y, state = m.advance(x[:, at:end], state, at)
-        outputs.append(y)
-    close(torch.cat(outputs, 1), m(x, causal=True), 1e-11)
-    assert (m.conv is None) == (taps == 1) == ("conv" not in m.state_dict())
-    with pytest.raises(ValueError, match="taps=0: expected 1 or more"):
-        getattr(mixers, name)(16, 2, taps=0)
+def test_the_short_convolution_of_delta_rules_is_torchs(close, name):
+    m = getattr(mixers, name)(16, 2).double()
+    z = m.project(torch.randn(2, N, 16, dtype=torch.float64))
+    inputs = m.inputs(torch.nn.functional.pad(z, (0, 0, 3, 0)), None)
+    near = torch.nn.functional.conv1d(torch.nn.functional.pad(z[..., :48].mT, (3, 0)), m.conv[:, None], groups=48)
+    close(inputs.v.flatten(2), torch.nn.functional.silu(near.mT)[..., 32:], 1e-12)
+
+
+GATES = {"GLA": "silu", "GatedDeltaNet": "silu", "KimiDeltaAttention": "sigmoid"}
+
+
+@pytest.mark.parametrize("name, activation", GATES.items())
+def test_gates_of_the_output(close, name, activation):
+    m = getattr(mixers, name)(16, 2).double()
+    inputs, (y, _) = recurrence(m)
+    gate = getattr(torch.nn.functional, activation)(inputs.gate)
+    close(m.output(inputs, y), m.o_proj((m.norm(y) * gate).flatten(2)), 1e-12)

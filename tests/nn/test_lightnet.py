@@ -1,20 +1,35 @@
 """LightNetAttention as a layer: its formula, its forms, and what it refuses."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from ndlightnet import LightNetAttention
+from ndlightnet import LightNetAttention, NDLightNet, ndlightnet_small
+from ndlightnet.nn.mixers import WithLocal
 
 GRIDS = ((7,), (4, 6), (3, 4, 5), (2, 3, 2, 4))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_layer_is_its_formula(dense, close, causal):
-    """o_proj(norm(merged heads) * sigmoid(low-rank gate)), from the weights (maths.md 5.2)."""
-    layer = LightNetAttention(12, 2, lrpe=None, bias=True).double()
-    x = torch.randn(2, 9, 12, dtype=torch.float64)
-    q, k, v = (p(x).unflatten(-1, (2, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    y = dense(q, k, v, causal=causal).flatten(2)
+FORMULAS = [
+    (False, {}),
+    (False, {"bias": True}),
+    *((True, o) for o in ({"bias": True}, {"window": 2}, {"forget": 0.5})),
+]
+
+
+@pytest.mark.parametrize("causal, options", FORMULAS)
+def test_layer_is_its_formula(dense, close, causal, options):
+    """o_proj(norm(merged heads) * sigmoid(low-rank gate)), from the weights (maths.md 5.2); causal along
+    the first axis, by frames of 6 tokens."""
+    layer = LightNetAttention(12, 2, lrpe=None, **options).double()
+    x = torch.randn(2, 4, 2, 3, 12, dtype=torch.float64)
+    q, k, v = (p(x).flatten(1, 3).unflatten(-1, (2, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    frame = torch.arange(24) // 6
+    age = frame[:, None] - frame
+    see = ((age >= 0) & (age < options.get("window", 9))).double()
+    see = see * torch.exp(-options.get("forget", 0.0) * age.clamp(min=0).double())
+    y = dense(q, k, v, see=see if causal else torch.ones_like(see)).reshape(x.shape)
     y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
     gate = layer.gate[1](layer.gate[0](x)).sigmoid()
     close(layer(x, causal=causal), layer.o_proj(y * gate), 1e-10)
@@ -39,54 +54,36 @@ def test_cross_form_reads_a_source_on_another_grid(close, shape, lrpe):
     close(alone.flatten(), y[target].flatten(), 1e-5)  # targets do not see each other
 
 
-def test_self_form_is_the_cross_form_on_itself(close):
-    layer, x = LightNetAttention(32, 2), torch.randn(2, 4, 6, 32)
-    close(layer(x, context=x), layer(x), 1e-6)
+REFUSED = {  # options of the layer, of its call: the message
+    "radius": ({"dims": 2, "radius": 1.5}, {}, r"radius=1.5: expected an int >= 1"),
+    "window": ({"window": 0}, {}, r"window=0: expected an int, 1 or more"),
+    "window of floats": ({"window": 1.5}, {}, r"window=1.5: expected an int, 1 or more"),
+    "forget": ({"forget": -1}, {}, r"forget=-1: expected a finite number"),
+    "infinite forget": ({"forget": float("inf")}, {}, r"forget=inf"),
+    "too few rates": ({"forget": (0.1,)}, {}, r"forget=\(0.1,\): .* or 2 of them"),
+    "rates that are not numbers": ({"forget": (0.1, float("nan"))}, {}, r"forget="),
+    "heads": ({"heads": 5}, {}, r"heads=5: expected a divisor of dim=32"),
+    "key_scale": ({"key_scale": 0.0}, {}, r"key_scale=0.0: expected"),
+    "impl": ({"impl": "nonsense"}, {}, r"impl"),
+    "causal and a context": ({}, {"causal": True, "context": torch.zeros(2, 9, 32)}, r"causal=True with a context"),
+    "rotary and causal": ({"lrpe": "rotary"}, {"causal": True}, r"causal=True with lrpe='rotary'"),
+    "a window, not causal": ({"window": 2}, {}, r"causal=False, and the layer has window=2"),
+    "decay, not causal": ({"forget": 0.1}, {}, r"causal=False, and the layer has window=None, forget=0.1"),
+    "another number of axes": ({"dims": 2}, {}, r"tokens on 1 axes, local mixing with dims=2"),
+}
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 2}, {"forget": 0.5}], ids=str)
-def test_causal_layer_on_a_grid_is_its_formula(dense, close, options):
-    """Along the first axis, by frames of 6 tokens."""
-    layer = LightNetAttention(12, 2, lrpe=None, **options).double()
-    x = torch.randn(2, 4, 2, 3, 12, dtype=torch.float64)
-    q, k, v = (p(x).flatten(1, 3).unflatten(-1, (2, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    frame = torch.arange(24) // 6
-    age = frame[:, None] - frame
-    see = ((age >= 0) & (age < options.get("window", 9))).double()
-    see = see * torch.exp(-options.get("forget", 0.0) * age.clamp(min=0).double())
-    y = dense(q, k, v, see=see).reshape(x.shape)
-    y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
-    gate = layer.gate[1](layer.gate[0](x)).sigmoid()
-    close(layer(x, causal=True), layer.o_proj(y * gate), 1e-10)
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_say_why(case):
+    options, call, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        LightNetAttention(32, **{"heads": 2, **options})(torch.randn(2, 9, 32), **call)
 
 
-def test_refusals_say_why():
-    layer, x = LightNetAttention(32, 2), torch.randn(2, 9, 32)
-    with pytest.raises(ValueError, match=r"context"):
-        layer(x, context=x, causal=True)
-    rotary = LightNetAttention(32, 2, lrpe="rotary")
-    with pytest.raises(ValueError, match=r"rotary"):
-        rotary(x, causal=True)
-    with pytest.raises(ValueError, match=r"rotary"):
-        rotary.advance(x[:, :1], rotary.init_state(2), 0)
-    for window in (0, 1.5):
-        with pytest.raises(ValueError, match=rf"window={window}: expected an int, 1 or more"):
-            LightNetAttention(32, window=window)
-    for radius in (0, 1.5):
-        with pytest.raises(ValueError, match=rf"radius={radius}: expected an int >= 1"):
-            LightNetAttention(32, dims=2, radius=radius)
-    with pytest.raises(ValueError, match=r"forget=-1"):
-        LightNetAttention(32, forget=-1)
-    for options in ({"window": 2}, {"forget": 0.1}):
-        with pytest.raises(ValueError, match=r"causal=False, and the layer has window"):
-            LightNetAttention(32, 2, **options)(x)
-    for forget in (-1, float("inf"), (0.1,), (0.1, float("nan"))):
-        with pytest.raises(ValueError, match=r"forget="):
-            LightNetAttention(32, 2, forget=forget)
-    with pytest.raises(ValueError, match=r"heads=5"):
-        LightNetAttention(32, 5)
-    with pytest.raises(ValueError, match=r"impl"):
-        LightNetAttention(32, impl="nonsense")(x)
+def test_a_rotary_layer_cannot_go_token_by_token():
+    layer = LightNetAttention(32, 2, lrpe="rotary")
+    with pytest.raises(ValueError, match=r"causal=True with lrpe='rotary'"):
+        layer.advance(torch.randn(2, 1, 32), layer.init_state(2), 0)
 
 
 def test_options():
@@ -111,22 +108,11 @@ def test_in_chunks_it_is_the_causal_forward(close, lrpe, options, shape, chunk):
     layer, x = LightNetAttention(32, 2, lrpe=lrpe, **options), torch.randn(2, *shape, 32)
     state, outputs, at = layer.init_state(2), [], 0
     sizes = [x.shape for x in state]
-    for part in x.split(chunk, 1):
-        y, state = layer.advance(part, state, at)
-        outputs, at = [*outputs, y], at + part.shape[1]
+    for piece in x.split(chunk, 1):
+        y, state = layer.advance(piece, state, at)
+        outputs, at = [*outputs, y], at + piece.shape[1]
     close(torch.cat(outputs, 1), layer(x, causal=True), 1e-5)
     assert [x.shape for x in state] == sizes
-
-
-def test_samples_may_be_at_positions_of_their_own(close):
-    layer, x = LightNetAttention(32, 2), torch.randn(2, 7, 3, 32)
-    _, one = layer.advance(x[:1, :2], layer.init_state(1), 0)
-    _, two = layer.advance(x[1:, :4], layer.init_state(1), 0)
-    both = type(one)(*(torch.cat(pair) for pair in zip(one, two, strict=True)))
-    later = torch.cat([x[:1, 2:5], x[1:, 4:7]])
-    y, _ = layer.advance(later, both, torch.tensor([2, 4]))
-    whole = layer(x, causal=True)
-    close(y, torch.cat([whole[:1, 2:5], whole[1:, 4:7]]), 1e-5)
 
 
 @pytest.mark.parametrize("cosine", [False, True])
@@ -137,3 +123,45 @@ def test_impl_reaches_the_functions(close, cosine):
         slow = LightNetAttention(32, lrpe=lrpe, **more, impl="reference")
         slow.load_state_dict(layer.state_dict())
         close(slow(x, causal=causal), layer(x, causal=causal), 1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("local", ["values", "input", "both"])
+@pytest.mark.parametrize(("grid", "more"), [((7,), {}), ((4, 5), {"dense": True}), ((3, 2, 4), {"radius": 2})])
+def test_its_local_branch_is_that_of_the_wrapper(close, local, grid, more, causal):
+    """Around the paper's layer, with equal weights."""
+    layer = LightNetAttention(12, 2, dims=len(grid), local=local, **more).double()
+    wrapper = WithLocal(
+        12, partial(LightNetAttention, heads=2, local=None), local=local, dims=len(grid), **more
+    ).double()
+    weights = layer.state_dict()
+    wrapper.load_state_dict({k if k.startswith("local") else f"mixer.{k}": x for k, x in weights.items()})
+    x = torch.randn(2, *grid, 12, dtype=torch.float64)
+    mask = torch.rand(2, *grid) > 0.2
+    close(layer(x, causal=causal), wrapper(x, causal=causal), 1e-11)
+    close(layer(x, mask=mask, causal=causal)[mask], wrapper(x, mask=mask, causal=causal)[mask], 1e-11)
+
+
+def test_networks_mix_locally_and_the_published_ones_do_not():
+    net = NDLightNet(2, 1, 10, patch_size=1, embed_dim=16, depth=2)
+    local = {name: x.shape for name, x in net.named_parameters() if "local" in name}
+    assert local == {f"blocks.{i}.mixer.local_values.weight": (5, 16) for i in range(2)}
+    for paper in (ndlightnet_small(dims=2, device="meta"), LightNetAttention(12)):  # a layer without `dims`
+        assert not [name for name, _ in paper.named_parameters() if "local" in name]
+
+
+@pytest.mark.parametrize("causal, scale", [(False, 4.0), (True, 1.0)])
+def test_key_scale_of_a_network(causal, scale):
+    for mixer in (LightNetAttention, partial(WithLocal, mixer=LightNetAttention)):
+        net = NDLightNet(2, 1, 2, patch_size=1, embed_dim=8, depth=1, causal=causal, mixer=mixer)
+        assert [m.key_scale for m in net.modules() if isinstance(m, LightNetAttention)] == [scale]
+
+
+def test_key_scale_survives_the_network_initialiser():
+    nets = []
+    for scale in (1.0, 4.0):
+        torch.manual_seed(0)
+        mixer = partial(LightNetAttention, key_scale=scale)
+        nets.append(NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=1, mixer=mixer))
+    for (name, plain), sharp in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal((4 if name.endswith("k_proj.weight") else 1) * plain, sharp), name

@@ -12,11 +12,9 @@ from ndlightnet.ops import causal_attention, global_attention, read, summarize
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(10)
 
 
-def parts(m, query, key, value):
-    def heads(x):
-        return x.unflatten(-1, (m.num_heads, -1))
-
-    return heads(m.q_proj(query)), heads(m.k_proj(key)), heads(m.v_proj(value))
+def project(m, query, key, value):
+    projected = m.q_proj(query), m.k_proj(key), m.v_proj(value)
+    return [x.unflatten(-1, (m.num_heads, -1)) for x in projected]
 
 
 def finish(m, query, y):
@@ -37,25 +35,21 @@ def test_signatures_are_torchs():
         assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}
 
 
-def test_layouts(close):
-    m = MultiheadAttention(16, 4, batch_first=True)
-    x, expected = torch.randn(3, 10, 16), None
-    q, k, v = parts(m, x, x, x)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_layouts(close, batch_first):
+    m, x = MultiheadAttention(16, 4, batch_first=batch_first), torch.randn(3, 10, 16)
+    q, k, v = project(m, x, x, x)
     expected = finish(m, x, global_attention(q, k, v))
-    y, weights = m(x, x, x)
-    close(y, expected, 1e-5)
-    assert m(x, x, x, need_weights=False)[1] is None and weights.shape == (3, 10, 10)
-    second = MultiheadAttention(16, 4)
-    second.load_state_dict(m.state_dict())
-    t = x.transpose(0, 1)
-    close(second(t, t, t)[0].transpose(0, 1), expected, 1e-5)
-    for module in (m, second):
-        y, weights = module(x[0], x[0], x[0])
-        close(y, expected[0], 1e-5)
-        assert weights.shape == (10, 10)
-        pad = padding()[1]
-        masked, _ = module(x[1], x[1], x[1], key_padding_mask=pad)
-        close(masked, finish(m, x[1:2], global_attention(q[1:2], k[1:2], v[1:2], mask=~pad[None]))[0], 1e-5)
+    inputs = x if batch_first else x.transpose(0, 1)
+    y, weights = m(inputs, inputs, inputs)
+    close(y if batch_first else y.transpose(0, 1), expected, 1e-5)
+    assert m(inputs, inputs, inputs, need_weights=False)[1] is None and weights.shape == (3, 10, 10)
+    y, weights = m(x[0], x[0], x[0])
+    close(y, expected[0], 1e-5)
+    assert weights.shape == (10, 10)
+    pad = padding()[1]
+    masked, _ = m(x[1], x[1], x[1], key_padding_mask=pad)
+    close(masked, finish(m, x[1:2], global_attention(q[1:2], k[1:2], v[1:2], mask=~pad[None]))[0], 1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -66,7 +60,7 @@ def test_weights_times_values_is_the_attention(close, causal, masked):
     options = dict(key_padding_mask=pad, is_causal=causal, attn_mask=CAUSAL if causal else None)
     y, weights = m(x, x, x, average_attn_weights=False, **options)
     assert weights.shape == (3, 4, 10, 10)
-    q, k, v = parts(m, x, x, x)
+    q, k, v = project(m, x, x, x)
     attended = torch.einsum("bhts,bshd->bthd", weights, v)
     mask = None if pad is None else ~pad
     direct = causal_attention(q, k, v, mask=mask)[0] if causal else global_attention(q, k, v, mask=mask)
@@ -84,7 +78,7 @@ def test_cross_form_with_other_widths(close):
     assert m.k_proj.weight.shape == (16, 7) and m.v_proj.weight.shape == (16, 5)
     assert m.k_proj.bias is None
     query, key, value = torch.randn(3, 6, 16), torch.randn(3, 10, 7), torch.randn(3, 10, 5)
-    q, k, v = parts(m, query, key, value)
+    q, k, v = project(m, query, key, value)
     y, weights = m(query, key, value, key_padding_mask=padding())
     close(y, finish(m, query, read(q, summarize(k, v, mask=~padding()))), 1e-5)
     assert weights.shape == (3, 6, 10)
@@ -96,35 +90,20 @@ def test_float_and_bool_padding_agree(close):
     expected = m(x, x, x, key_padding_mask=pad)[0]
     floats = torch.zeros(3, 10).masked_fill(pad, -torch.inf)
     close(m(x, x, x, key_padding_mask=floats)[0], expected, 1e-5)
-    q, k, v = parts(m, x, x, x)
+    q, k, v = project(m, x, x, x)
     bias = torch.randn(3, 10)
     y = global_attention(q, k + bias[..., None, None], v)
     close(m(x, x, x, key_padding_mask=bias)[0], finish(m, x, y), 1e-5)
 
 
-def test_only_the_causal_attn_mask_is_taken(close):
+def test_the_causal_attn_mask_is_taken(close):
     m, x = MultiheadAttention(16, 4, batch_first=True), torch.randn(3, 10, 16)
-    floats = CAUSAL
-    expected = finish(m, x, causal_attention(*parts(m, x, x, x))[0])
-    for mask in (floats, floats == -torch.inf):
+    expected = finish(m, x, causal_attention(*project(m, x, x, x))[0])
+    for mask in (CAUSAL, CAUSAL.isinf()):
         for is_causal in (False, True):
             close(m(x, x, x, attn_mask=mask, is_causal=is_causal)[0], expected, 1e-5)
     assert not torch.allclose(m(x, x, x)[0], expected)
     close(m(x, x, x, attn_mask=torch.zeros(10, 10))[0], m(x, x, x)[0], 1e-6)  # hides nothing
-    with pytest.raises(ValueError, match="attn_mask"):  # the flag does not excuse another mask
-        m(x, x, x, attn_mask=torch.ones(10, 10, dtype=torch.bool).tril(-1), is_causal=True)
-    band = torch.ones(10, 10, dtype=torch.bool)
-    wrong = [band.triu(2), band.tril(-1), floats + 1, floats[:9, :9], floats.expand(12, 10, 10)]
-    for mask in wrong:
-        with pytest.raises(ValueError, match=r"attn_mask"):
-            m(x, x, x, attn_mask=mask)
-    with pytest.raises(ValueError, match=r"attn_mask \(10, 9\)"):
-        m(x, x[:, :9], x[:, :9], attn_mask=floats[:, :9], is_causal=True)
-    for option in ("add_bias_kv", "add_zero_attn"):
-        with pytest.raises(ValueError, match=option):
-            MultiheadAttention(16, 4, **{option: True})
-    with pytest.raises(ValueError, match=r"num_heads=3"):
-        MultiheadAttention(16, 3)
 
 
 def test_padding_may_be_an_attn_mask_of_all_heads_and_queries(close):
@@ -147,49 +126,35 @@ def test_padding_may_be_an_attn_mask_of_all_heads_and_queries(close):
             m(x[:, :2], x, x, attn_mask=mask)
 
 
-def encoder_layer(norm_first=False):
-    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=norm_first)
-    layer.self_attn = MultiheadAttention(16, 4, batch_first=True)
-    return layer
+PAD, BAND = padding(), torch.ones(10, 10, dtype=torch.bool)
+TORCH_REFUSES = [
+    ({"key_padding_mask": PAD.long()}, r"key_padding_mask torch.int64: expected bool"),
+    ({"attn_mask": torch.zeros(10, 10, dtype=torch.int32)}, r"attn_mask torch.int32: expected"),
+    ({"is_causal": True}, r"attn_mask=None with is_causal=True: expected the causal mask"),
+    ({"is_causal": True, "key_padding_mask": PAD}, r"attn_mask=None with is_causal=True"),
+    ({"key_padding_mask": PAD[:, :9]}, r"key_padding_mask \(3, 9\): expected \(3, 10\)"),
+    ({"key_padding_mask": PAD[:1]}, r"key_padding_mask \(1, 10\): expected \(3, 10\)"),
+    ({"key_padding_mask": PAD[0].float()}, r"key_padding_mask \(10,\): expected \(3, 10\)"),
+]
+WE_REFUSE = [
+    *(
+        ({"attn_mask": mask}, r"attn_mask \(10, 10\): expected None")
+        for mask in (BAND.triu(2), BAND.tril(-1), CAUSAL + 1)
+    ),
+    ({"attn_mask": BAND.tril(-1), "is_causal": True}, "attn_mask"),  # the flag does not excuse another mask
+    ({"attn_mask": CAUSAL[:9, :9]}, r"attn_mask \(9, 9\)"),
+    ({"attn_mask": CAUSAL.expand(12, 10, 10)}, r"attn_mask \(12, 10, 10\)"),
+]
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_in_an_encoder_layer_eval_is_train(close, norm_first):
-    """In eval and without gradients torch would take its own softmax path on our weights."""
-    layer, x = encoder_layer(norm_first), torch.randn(3, 10, 16)
-    for options in ({}, {"src_key_padding_mask": padding()}):
-        train = layer.train()(x, **options)
-        with torch.no_grad():
-            close(layer.eval()(x, **options), train.detach(), 1e-5)
-    zero, heads = torch.zeros_like, layer.self_attn
-    with torch.no_grad():  # the mixer is in use: without it, the layer is another function
-        heads.out_proj.weight.copy_(zero(heads.out_proj.weight))
-        assert not torch.allclose(layer(x, **options), train)
-
-
-def test_masks_that_torch_refuses_are_refused_by_name():
-    ours, x = MultiheadAttention(16, 4, batch_first=True), torch.randn(3, 10, 16)
-    theirs, pad = nn.MultiheadAttention(16, 4, batch_first=True), padding()
-    refused = [
-        ({"key_padding_mask": pad.long()}, r"key_padding_mask torch.int64: expected bool"),
-        ({"key_padding_mask": pad.byte()}, r"key_padding_mask torch.uint8: expected bool"),
-        ({"attn_mask": torch.zeros(10, 10, dtype=torch.int32)}, r"attn_mask torch.int32: expected"),
-        ({"is_causal": True}, r"attn_mask=None with is_causal=True: expected the causal mask"),
-        ({"is_causal": True, "key_padding_mask": pad}, r"attn_mask=None with is_causal=True"),
-        ({"key_padding_mask": pad[:, :9]}, r"key_padding_mask \(3, 9\): expected \(3, 10\)"),
-        ({"key_padding_mask": pad[:1]}, r"key_padding_mask \(1, 10\): expected \(3, 10\)"),
-        ({"key_padding_mask": pad[0].float()}, r"key_padding_mask \(10,\): expected \(3, 10\)"),
-    ]
-    for options, message in refused:
+@pytest.mark.parametrize("options, message", TORCH_REFUSES + WE_REFUSE)
+def test_refused_masks(options, message):
+    x = torch.randn(3, 10, 16)
+    if any(options is refused for refused, _ in TORCH_REFUSES):
         with pytest.raises((AssertionError, RuntimeError)):
-            theirs(x, x, x, **options)
-        with pytest.raises(ValueError, match=message):
-            ours(x, x, x, **options)
-    with pytest.raises(ValueError, match=r"key_padding_mask \(9,\): expected \(10,\)"):
-        ours(x[0], x[0], x[0], key_padding_mask=pad[0, :9])
-    nested = torch.nested.nested_tensor([x[0], x[1, :4]])
-    with pytest.raises(ValueError, match=r"query is a nested tensor: expected a padded one"):
-        ours(nested, nested, nested, need_weights=False)
+            nn.MultiheadAttention(16, 4, batch_first=True)(x, x, x, **options)
+    with pytest.raises(ValueError, match=message):
+        MultiheadAttention(16, 4, batch_first=True)(x, x, x, **options)
 
 
 def swapped(module):
@@ -208,9 +173,10 @@ def swapped(module):
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_swapped_into_an_existing_encoder(close, batch_first, kind):
     """As constructed, with torch's attention, it makes nested tensors of padding in eval."""
-    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=batch_first)
-    encoder = swapped(nn.TransformerEncoder(layer, 2))
-    assert encoder.use_nested_tensor == batch_first
+    norm_first = batch_first and kind == torch.float32
+    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=batch_first, norm_first=norm_first)
+    encoder = swapped(nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first))
+    assert encoder.use_nested_tensor == (batch_first and not norm_first)
 
     def lay(x):
         return x if batch_first else x.transpose(0, 1)
@@ -282,19 +248,29 @@ def test_masks_in_a_graph_without_breaks(close, is_causal):
             compiled(wrong)
 
 
-def test_wrong_shapes_are_named():
-    m, x = MultiheadAttention(16, 2, kdim=8, batch_first=True), torch.randn(1, 7, 16)
-    key = torch.randn(1, 7, 8)
-    m(x, key, x)
-    for args, message in [
-        ((x[..., :8], key, x), r"query \(1, 7, 8\): .* embed_dim=16"),
-        ((x, x, x), r"key \(1, 7, 16\): .* kdim=8"),
-        ((x, key, key), r"value \(1, 7, 8\): .* vdim=16"),
-        ((x, key[0], x), r"key \(7, 8\): expected 2 or 3 axes"),
-        ((x, key, x[:, :5]), r"value \(1, 5, 16\): expected the length and batch of key"),
-        ((x.repeat(2, 1, 1), key, x), r"key \(1, 7, 8\): expected the batch of query \(2, 7, 16\)"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            m(*args)
-    with pytest.raises(ValueError, match="kdim=0"):
-        MultiheadAttention(16, 2, kdim=0)
+X, KEY, NESTED = torch.zeros(1, 7, 16), torch.zeros(1, 7, 8), torch.nested.nested_tensor([torch.zeros(7, 16)])
+SHAPES = [
+    ((X[..., :8], KEY, X), {}, r"query \(1, 7, 8\): .* embed_dim=16"),
+    ((X, X, X), {}, r"key \(1, 7, 16\): .* kdim=8"),
+    ((X, KEY, KEY), {}, r"value \(1, 7, 8\): .* vdim=16"),
+    ((X, KEY[0], X), {}, r"key \(7, 8\): expected 2 or 3 axes"),
+    ((X, KEY, X[:, :5]), {}, r"value \(1, 5, 16\): expected the length and batch of key"),
+    ((X.repeat(2, 1, 1), KEY, X), {}, r"key \(1, 7, 8\): expected the batch of query \(2, 7, 16\)"),
+    ((X[0], KEY[0], X[0]), {"key_padding_mask": PAD[0, :6]}, r"key_padding_mask \(6,\): expected \(7,\)"),
+    ((X, KEY[:, :6], X[:, :6]), {"attn_mask": CAUSAL[:7, :6], "is_causal": True}, r"attn_mask \(7, 6\)"),
+    ((NESTED, KEY, X), {}, "query is a nested tensor: expected a padded one"),
+]
+
+
+@pytest.mark.parametrize("args, options, message", SHAPES)
+def test_wrong_shapes(args, options, message):
+    m = MultiheadAttention(16, 2, kdim=8, batch_first=True)
+    m(X, KEY, X)
+    with pytest.raises(ValueError, match=message):
+        m(*args, **options)
+
+
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"num_heads": 3}, {"kdim": 0}])
+def test_wrong_arguments(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}.*expected"):
+        MultiheadAttention(16, **{"num_heads": 4, **options})

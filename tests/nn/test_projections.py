@@ -1,5 +1,7 @@
 """Several maps of the same tokens by one product: the same maps."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -10,49 +12,35 @@ from ndlightnet.nn.block import GLU
 from ndlightnet.nn.mixers import LightNetAttention
 
 
-@pytest.fixture
-def joined(monkeypatch):
-    """What happens on a GPU in training, here."""
-    for module in (block, projections):
-        monkeypatch.setattr(module, "joins", lambda x, *layers: True)
-
-
-def results(module, *inputs, **options):
-    y = module(*inputs, **options)
-    return y, *grad(y.square().sum(), [*module.parameters()])
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_joint_product_is_each_map(bias):
     layers = nn.ModuleList(nn.Linear(6, n, bias) for n in (3, 1, 5)).double()
     x = torch.randn(2, 4, 6, dtype=torch.float64)
     expected = torch.cat([layer(x) for layer in layers], -1)
     torch.testing.assert_close(projections.joint_linear(x, *layers), expected)
+    assert not projections.joins(x, *layers)  # on a CPU they stay apart
 
 
 @pytest.mark.parametrize(
-    "module, options",
+    "make, options",
     [
-        (lambda: GLU(6), {}),
-        (lambda: LightNetAttention(8, 2), {}),
-        (lambda: LightNetAttention(8, 2, bias=True), {"causal": True}),
-        (lambda: LightNetAttention(8, 2, context_dim=5), {"context": torch.randn(2, 5, 2, 5)}),
+        (partial(GLU, 8), {}),
+        (partial(LightNetAttention, 8, 2), {}),
+        (partial(LightNetAttention, 8, 2, bias=True), {"causal": True}),
+        (partial(LightNetAttention, 8, 2, context_dim=5), {"context": torch.randn(2, 5, 2, 5).double()}),
     ],
 )
-def test_layers_are_what_they_are_apart(request, module, options):
-    module = module().double()
-    options = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    width = 6 if isinstance(module, GLU) else 8
-    x = torch.randn(2, 3, 4, width, dtype=torch.float64)
-    expected = results(module, x, **options)
-    request.getfixturevalue("joined")
-    for a, b in zip(results(module, x, **options), expected, strict=True):
-        torch.testing.assert_close(a, b)
+def test_layers_are_what_they_are_apart(monkeypatch, make, options):
+    module, x = make().double(), torch.randn(2, 3, 4, 8, dtype=torch.float64)
 
+    def results():
+        y = module(x, **options)
+        return y, *grad(y.square().sum(), [*module.parameters()])
 
-def test_where_maps_stay_apart():
-    plain, x = [nn.Linear(3, 2), nn.Linear(3, 4)], torch.randn(5, 3)
-    assert not projections.joins(x, *plain)  # on a CPU
+    expected = results()
+    for place in (block, projections):  # as on a GPU in training
+        monkeypatch.setattr(place, "joins", lambda x, *layers: True)
+    torch.testing.assert_close(results(), expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

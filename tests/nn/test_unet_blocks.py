@@ -27,13 +27,13 @@ def test_instance_norm_is_torchs(close):
 def test_a_prediction_frees_what_it_has_used(close, monkeypatch):
     """The output of a second convolution is gone when the skip is computed; values of training."""
     model, x = NDLightUNet(2, 2, 3, widths=(8, 16, 24)).eval(), torch.randn(1, 2, 8, 8)
-    seen, freed, convolve = [], [], convolutional._convolve
+    outputs, freed, convolve = [], [], convolutional._convolve
 
     def noted(conv, y, *layout):
-        if len(seen) % 3 == 2:  # a block's skip, after its two convolutions
-            freed.append(seen[-1]() is None)
+        if len(outputs) % 3 == 2:  # a block's skip, after its two convolutions
+            freed.append(outputs[-1]() is None)
         y = convolve(conv, y, *layout)
-        seen.append(weakref.ref(y))
+        outputs.append(weakref.ref(y))
         return y
 
     monkeypatch.setattr(convolutional, "_convolve", noted)
@@ -47,26 +47,27 @@ def test_a_prediction_frees_what_it_has_used(close, monkeypatch):
 
 def test_a_prediction_calls_hooks():
     """As training does, with what the layers return: nothing is overwritten then."""
-    block, seen = ConvBlock(2, 3, 4), []
-    for layer in (block.conv1, block.norm1, block.conv2, block.norm2):
-        layer.register_forward_hook(lambda layer, _, output: seen.append((layer, output)))
+    block, outputs = ConvBlock(2, 3, 4), []
+    layers = [block.conv1, block.norm1, block.conv2, block.norm2]
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, _, output: outputs.append((layer, output)))
     with torch.no_grad():
         y = block(torch.randn(1, 3, 5, 6))
-    assert [layer for layer, _ in seen] == [block.conv1, block.norm1, block.conv2, block.norm2]
-    assert torch.equal(seen[1][1], block.norm1(seen[0][1])) and seen[3][1] is y
+    assert [layer for layer, _ in outputs] == layers
+    assert torch.equal(outputs[1][1], block.norm1(outputs[0][1])) and outputs[3][1] is y
 
 
 def test_a_block_keeps_what_its_convolutions_return(close):
     """What is normalised between them is computed again, unless others say what is kept."""
     block, x = ConvBlock(2, 3, 4).double(), torch.randn(2, 3, 5, 6, dtype=torch.float64)
-    seen, x = [], x.requires_grad_()
-    block.norm1.register_forward_hook(lambda _, __, output: seen.append(weakref.ref(output)))
+    normed, x = [], x.requires_grad_()
+    block.norm1.register_forward_hook(lambda _, __, output: normed.append(weakref.ref(output)))
     y = block(x)
-    assert seen[-1]() is None
+    assert normed[-1]() is None
     with saved_tensors_hooks(lambda saved: saved, lambda packed: packed):
-        kept = block(x)
-    assert seen[-1]() is not None
-    both = (grad(out.square().sum(), [x, *block.parameters()]) for out in (y, kept))
+        stored = block(x)
+    assert normed[-1]() is not None
+    both = (grad(out.square().sum(), [x, *block.parameters()]) for out in (y, stored))
     for one, two in zip(*both, strict=True):
         close(one, two, 1e-12)
 

@@ -1,7 +1,6 @@
 """A local branch for every mixer of the catalogue: what it adds, and that masks, packs, the causal
 form and streams stay what they were."""
 
-import io
 from functools import partial
 from itertools import pairwise
 
@@ -10,15 +9,16 @@ import torch
 from torch.autograd import grad
 from torch.utils._pytree import tree_leaves
 
-from ndlightnet import NDLightNet
 from ndlightnet.layout import Grid, Ragged
 from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers import WithLocal
 from ndlightnet.nn.mixers.base import Factory, reads_context
+from ndlightnet.nn.mixers.with_local import LocalMixer
 
 CATALOGUE = mixers.__all__
 REMEMBERS = [name for name in CATALOGUE if hasattr(getattr(mixers, name), "advance")]
 every = pytest.mark.parametrize("name", CATALOGUE)
+BRANCH = "LightNetAttention's branch"  # it has one without a wrapper
 places = pytest.mark.parametrize("on", ["values", "input", "both"])
 two = pytest.mark.parametrize("on", ["values", "both"])
 both = pytest.mark.parametrize("causal", [False, True])
@@ -32,7 +32,9 @@ def factory(name: str) -> Factory:
     return partial(getattr(mixers, name), **heads, **options.get(name, {}))
 
 
-def layer(name: str, dims: int = 1, **options) -> WithLocal:
+def layer(name: str, dims: int = 1, **options) -> LocalMixer:
+    if name == BRANCH:
+        return mixers.LightNetAttention(DIM, 2, dims=dims, **options).double()
     return WithLocal(DIM, factory(name), dims=dims, **options).double()
 
 
@@ -40,28 +42,12 @@ def tokens(*shape: int, batch: int = 2) -> torch.Tensor:
     return torch.randn(batch, *shape, DIM, dtype=torch.float64)
 
 
-@every
-@both
-@places
-def test_without_weights_it_is_the_mixer(close, name, on, causal):
-    m, x = layer(name, 2, local=on), tokens(4, 3)
-    for local in (m.local_values, m.local_input):
-        if local is not None:
-            torch.nn.init.zeros_(local.weight)
-    mask = torch.rand(2, 4, 3) < 0.7
-    mask[:, 0, 0] = True
-    for keep in (None, mask):
-        real = slice(None) if keep is None else keep
-        close(m(x, mask=keep, causal=causal)[real], m.mixer(x, mask=keep, causal=causal)[real], 1e-12)
-    assert m.implementation(x, causal) == m.mixer.implementation(x, causal)
-
-
 INSIDE = [name for name in CATALOGUE if name not in ("Identity", "S4", "S5")]
 
 
 @pytest.mark.parametrize("name", INSIDE)
 @both
-@two
+@places
 def test_it_is_a_branch_in_front_of_the_output_map(close, name, on, causal):
     """SiLU(local(values)) is added to what the mixer's own output projection reads, with the values
     that its own projection gives (RWKV-4's of the token alone, without its shift)."""
@@ -79,15 +65,18 @@ def test_it_is_a_branch_in_front_of_the_output_map(close, name, on, causal):
         widths = widths or ((2 * DIM,) * 2 if name == "Mamba" else (DIM,) * 3)
         v = projected.split(widths, -1)[0 if name == "Mamba" else 2]
         assert sum(widths) == inner.in_proj.out_features
-    u = m.local_values.forward(v.flatten(1, 2), Grid((4, 3)), None, causal)
+    u = torch.zeros(v.shape).double()  # SiLU(0) = 0
+    if m.local_values is not None:
+        u = m.local_values.forward(v.flatten(1, 2), Grid((4, 3)), None, causal)
     out = m.mixer.out_proj if name == "Mamba" else m.mixer.o_proj
 
-    def add(_, given):
-        return given[0] + torch.nn.functional.silu(u).view_as(given[0])
+    def add(_, inputs):
+        return inputs[0] + torch.nn.functional.silu(u).view_as(inputs[0])
 
     with out.register_forward_pre_hook(add):
         expected = m.mixer(z, causal=causal)
     close(m(x, causal=causal), expected, 1e-12)
+    assert m.implementation(x, causal) == m.mixer.implementation(x, causal)
 
 
 @pytest.mark.parametrize("name", ["Identity", "S4", "S5"])
@@ -115,7 +104,7 @@ def test_the_branch_matters_and_is_counted(name, on):
     assert (m(x) - m.mixer(x)).abs().max() > 1e-3
 
 
-@every
+@pytest.mark.parametrize("name", [*CATALOGUE, BRANCH])
 @both
 @two
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -125,15 +114,15 @@ def test_a_padded_sample_is_the_sample_alone(close, name, on, causal, side):
     mask[:, real] = True
     y = m(torch.where(mask[..., None], x, torch.nan), mask=mask, causal=causal)
     close(y[:, real], m(x[:, real], causal=causal), 1e-9)
-    other = torch.where(mask[..., None], x, 1e3).requires_grad_()
-    hidden = m(other, mask=mask, causal=causal)
+    large = torch.where(mask[..., None], x, 1e3).requires_grad_()
+    hidden = m(large, mask=mask, causal=causal)
     close(hidden[mask], y[mask], 1e-12)
     parameters = [p for p in m.parameters() if p.requires_grad]
-    grads = grad(hidden[mask].square().sum(), [other, *parameters])
+    grads = grad(hidden[mask].square().sum(), [large, *parameters])
     assert all(g.isfinite().all() for g in grads) and not grads[0][~mask].any()
 
 
-@every
+@pytest.mark.parametrize("name", [*CATALOGUE, BRANCH])
 @both
 @two
 def test_samples_end_to_end_are_the_samples_alone(close, name, on, causal):
@@ -149,7 +138,7 @@ def test_samples_end_to_end_are_the_samples_alone(close, name, on, causal):
     close(y[mask], torch.cat(alone)[mask], 1e-12)
 
 
-@every
+@pytest.mark.parametrize("name", [*CATALOGUE, BRANCH])
 @two
 def test_causal_gradients_to_later_frames_are_exactly_zero(name, on):
     m, x = layer(name, 2, local=on, radius=2), tokens(5, 2, batch=1).requires_grad_()
@@ -159,47 +148,34 @@ def test_causal_gradients_to_later_frames_are_exactly_zero(name, on):
         assert not pulled[:, t + 1 :].any() and pulled[:, t].any()
 
 
-@pytest.mark.parametrize("name", REMEMBERS)
-@two
+@pytest.mark.parametrize("name", [*REMEMBERS, BRANCH])
+@places
 @pytest.mark.parametrize("shape", [(20,), (7, 3)], ids=str)
 def test_a_stream_is_the_whole(close, name, on, shape):
     m, x = layer(name, len(shape), local=on, radius=2), tokens(*shape)
     state, outputs = m.init_state(2, None, shape[1:]), []
-    shapes = [part.shape for part in tree_leaves(state)]
+    shapes = [x.shape for x in tree_leaves(state)]
     cuts = sorted({0, 1, shape[0], *torch.randint(1, shape[0], (3,)).tolist()})
     for start, end in pairwise(cuts):
         y, state = m.advance(x[:, start:end], state, start)
         outputs.append(y)
-        assert [part.shape for part in tree_leaves(state)] == shapes
+        assert [x.shape for x in tree_leaves(state)] == shapes
     close(torch.cat(outputs, 1), m(x, causal=True), 1e-9)
     if len(shape) == 1:
         frames = 4 * sum(local.weight.shape[1] for local in (m.local_values, m.local_input) if local)
-        assert m.state_size == m.mixer.state_size + frames
-
-
-@pytest.mark.parametrize("name", ["Identity", "LightNetAttention", "DeltaNet", "WindowAttention"])
-def test_text_in_a_network_its_stream_and_what_a_stream_saves(close, name):
-    mixer = partial(WithLocal, mixer=factory(name), local="both", radius=2)
-    net = NDLightNet(1, vocab_size=50, embed_dim=DIM, depth=2, tpe_states=4, mixer=mixer, causal=True).double().eval()
-    words = torch.randint(50, (2, 20))
-    stream, whole = net.stream(2), net(words).detach()
-    got = [stream(part) for part in words.split([1, 5, 2, 12], 1)]
-    close(torch.cat(got, 1), whole, 1e-10)
-    stream.reset([True, False])  # the second one pauses
-    stream(words[:, :7], active=[True, False])
-    file = io.BytesIO()
-    torch.save(stream.state_dict(), file)
-    file.seek(0)
-    other = net.stream(2)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    y = stream(words[:, 7:9])
-    assert torch.equal(other(words[:, 7:9]), y)
-    close(y[:1], whole[:1, 7:9], 1e-10)
+        without = (m if name == BRANCH else m.mixer).init_state(1)
+        numbers = tree_leaves(without.memory if name == BRANCH else without)
+        assert m.state_size == frames + sum(x.numel() * (2 if x.is_complex() else 1) for x in numbers)
 
 
 def test_errors_and_what_it_cannot():
-    with pytest.raises(ValueError, match=r"local='value': expected 'values', 'input', 'both' or None"):
-        WithLocal(DIM, mixers.Identity, dims=1, local="value")
+    for kind, refused, message in (
+        (partial(WithLocal, mixer="Identity"), None, "local=None: expected 'values', 'input' or 'both'$"),
+        (partial(WithLocal, mixer="Identity"), "value", "local='value': expected 'values', 'input' or 'both'$"),
+        (mixers.LightNetAttention, "value", "local='value': expected 'values', 'input', 'both' or None$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kind(DIM, dims=1, local=refused)
     with pytest.raises(ValueError, match="dims=None: expected the number of axes"):
         WithLocal(DIM, mixers.Identity)
     with pytest.raises(ValueError, match="mixer: makes a Linear, expected a Mixer"):

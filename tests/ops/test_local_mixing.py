@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ndlightnet.layout import Grid
-from ndlightnet.nn.local import LocalMixing
+from ndlightnet.nn.depthwise import LocalMixing
 from ndlightnet.ops import dense, local_mixing, local_mixing_step, star
 
 GRIDS = [(7,), (4, 6), (3, 4, 5), (2, 3, 2, 4), (1, 5), (2, 1, 3)]

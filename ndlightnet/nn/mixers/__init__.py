@@ -1,10 +1,9 @@
-"""The catalogue of mixers. Each is built from one argument, `dim`, and maps
-`(x (batch, *grid, dim), mask=None, causal=False, layout=None, context=None)` to the shape of x, as
-base.py says; tests iterate `__all__`. Mixers whose state does not grow with the sequence are
-StreamingMixers, with `init_state` and `advance`. WithLocal gives any of them a local branch, and so
-is not one of them; nor is text_mixer, which chooses one for each layer of a language model, nor
-published_mixer, the paper's layer. Networks take all of these by name, too: `mixer="GLA"`. To add
-a mixer, write `mix` in a new file and export it here."""
+"""The catalogue of mixers. Each is built from one argument, `dim`, and maps `(x (batch, *grid, dim), mask=None,
+causal=False, layout=None, context=None)` to the shape of x, as base.py says; tests iterate `__all__`. Mixers whose
+state does not grow with the sequence are StreamingMixers, with `init_state` and `advance`. WithLocal gives any of them
+a local branch, and so is not one of them; nor is text_mixer, which chooses one for each layer of a language model, nor
+published_mixer, the paper's layer. Networks take all of these by name, too: `mixer="GLA"`. To add a mixer, write `mix`
+in a new file and export it here."""
 
 from ndlightnet.nn.mixers.cosformer import CosformerAttention
 from ndlightnet.nn.mixers.delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention

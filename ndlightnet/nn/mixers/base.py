@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ndlightnet.layout import Grid, Layout
-from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.initial import Device, Initialized, Space
 from ndlightnet.nn.mixers.names import catalogue_name, named_mixer, unwrapped
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 from ndlightnet.parallel import layout_of_tokens
@@ -127,7 +127,7 @@ class StreamingMixer(Mixer):
     """A mixer whose causal form can advance frame by frame with a state that does not grow."""
 
     @abstractmethod
-    def init_state(self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()) -> Any:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Any:
         """Return the state before the first frame: a tuple of tensors with a row for each sample,
         or of such tuples. space: shape of a frame."""
 
@@ -162,18 +162,16 @@ Factories = tuple[Factory, ...] | Named | Sequence[Named]
 
 
 def build_mixer(factory: Named, dim: int, *, dims: int | None, layer: int, causal: bool | None = None) -> nn.Module:
-    """Return factory(dim), called with the keyword arguments `dims` (number of axes), `layer`
-    (index of the layer) and `causal` (whether its causal form is called) as well, each if the
-    factory's signature names it and it is not None. A `functools.partial` may set them itself, to
-    anything but None."""
+    """Return factory(dim), called with the keyword arguments `dims` (number of axes), `layer` (index of the layer) and
+    `causal` (whether its causal form is called) as well, each if the factory's signature names it and it is not None. A
+    `functools.partial` may set them itself, to anything but None."""
     factory = _factory("mixer", factory)
-    given = getattr(factory, "keywords", {})  # of a partial; jsonargparse gives it all defaults
-    named = {*inspect.signature(factory).parameters, *given}
-    offered = {"dims": dims, "layer": layer, "causal": causal}
-    missing = {key: n for key, n in offered.items() if n is not None and given.get(key) is None}
-    more = {key: n for key, n in missing.items() if key in named}
+    settings = getattr(factory, "keywords", {})  # of a partial; jsonargparse gives it all defaults
+    named = {*inspect.signature(factory).parameters, *settings}
+    options = {"dims": dims, "layer": layer, "causal": causal}
+    missing = {key: n for key, n in options.items() if n is not None and key in named and settings.get(key) is None}
     build: Callable[..., nn.Module] = factory
-    return build(dim, **more)
+    return build(dim, **missing)
 
 
 def layer_factories(
@@ -193,31 +191,48 @@ def layer_factories(
     if len(each) != layers:
         raise ValueError(f"{name}: a list of {len(each)}, expected one for each of {layers} layers")
     return [
-        partial(build_mixer, _factory(label, made), dims=dims, layer=first + i, causal=causal)
-        for i, (label, made) in enumerate(zip(names, each, strict=True))
+        partial(build_mixer, _factory(label, mixer), dims=dims, layer=first + i, causal=causal)
+        for i, (label, mixer) in enumerate(zip(names, each, strict=True))
     ]
 
 
-def _factory(label: str, made: Any) -> Factory:
-    if callable(made) and unwrapped(made)[0] is nn.Module:
+def _factory(label: str, mixer: Any) -> Factory:
+    if callable(mixer) and unwrapped(mixer)[0] is nn.Module:
         # jsonargparse reads {name: arguments} as arguments of nn.Module, and cannot write it back
-        name, *_ = [*unwrapped(made)[1], "NAME"]
+        name, *_ = [*unwrapped(mixer)[1], "NAME"]
         raise ValueError(f"{label}: in YAML expected a name, or {{class_path: {name}, init_args: {{...}}}}")
-    if isinstance(made, str | dict):
-        return named_mixer(label, made)
-    if isinstance(made, nn.Module) or not callable(made):
-        found = f"{type(made).__name__}(...)" if isinstance(made, nn.Module) else repr(made)
-        raise ValueError(f"{label}={found}: expected {_FACTORY}")
-    kind, given = unwrapped(made)
-    if given and (known := catalogue_name(kind)):
-        named_mixer(label, {known: given})  # refuses arguments that it has not
-    return made
+    if isinstance(mixer, str | dict):
+        return named_mixer(label, mixer)
+    if isinstance(mixer, nn.Module) or not callable(mixer):
+        value = f"{type(mixer).__name__}(...)" if isinstance(mixer, nn.Module) else repr(mixer)
+        raise ValueError(f"{label}={value}: expected {_FACTORY}")
+    kind, settings = unwrapped(mixer)
+    if settings and (key := catalogue_name(kind)):
+        named_mixer(label, {key: settings})  # refuses arguments that it has not
+    return mixer
 
 
 _FACTORY = (
     "a name such as 'GLA', {'GLA': {'heads': 4}}, a class or a function of the width, such as "
     "functools.partial(LightNetAttention, heads=4)"
 )
+
+
+def default_heads(dim: int, heads: int | None, width: int = 64) -> tuple[int, int]:
+    """Return (heads, head_dim). Default: the largest number of heads that divides `dim` with
+    `width` channels or more each, at least 1."""
+    if heads is None:
+        heads = max(h for h in range(1, max(1, dim // width) + 1) if dim % h == 0)
+    if heads < 1 or dim % heads:
+        raise ValueError(f"heads={heads}: expected a divisor of dim={dim}")
+    return heads, dim // heads
+
+
+def streaming(mixer: nn.Module) -> Any:
+    """Return a mixer that has the methods of a StreamingMixer. Raises ValueError for any other."""
+    if not hasattr(mixer, "advance"):
+        raise ValueError(f"{type(mixer).__name__} has no method advance: it cannot go frame by frame")
+    return mixer
 
 
 def reads_context(mixer: nn.Module | type[nn.Module]) -> bool:
@@ -241,8 +256,7 @@ def projected_like(x: Tensor, *shape: int) -> Tensor:
     kind = x.device.type
     on = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if on else x.dtype
-    made = torch.empty(0, *shape, dtype=dtype, device=x.device)
-    return made.requires_grad_(torch.is_grad_enabled())
+    return torch.empty(0, *shape, dtype=dtype, device=x.device).requires_grad_(torch.is_grad_enabled())
 
 
 def zero_padding(mask: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:

@@ -22,13 +22,12 @@ class CosformerAttention(LinearAttention):
 
     Args:
         dim, heads, context_dim, impl: as in LinearAttention.
-        reach: the offset at which c is 0, one for all axes or one per axis; coordinates are clamped
-            to it. Default: the sizes of the sample without padding around it (the larger ones of
-            both grids in the cross form); for the first axis of the causal form, whose length is
-            unknown before it ends, 4096.
+        reach: the offset at which c is 0, one for all axes or one per axis; coordinates are clamped to it. Default: the
+            sizes of the sample without padding around it (the larger ones of both grids in the cross form); for the
+            first axis of the causal form, whose length is unknown before it ends, 4096.
 
-    On several axes c is the mean over the axes. (Memory rows: 2 x axes per channel.) In the cross
-    form source and target count from the same corner; their grids need as many axes.
+    On several axes c is the mean over the axes. (Memory rows: 2 x axes per channel.) In the cross form source and
+    target count from the same corner; their grids need as many axes.
     Parameters: 4 dim^2.
     """
 

@@ -46,7 +46,3 @@ class GLA(Keyed):
         decay = F.logsigmoid(decay.to(accumulator(decay))) / TEMPERATURE
         k, v, decay = zero_padding(mask, k, v, decay)
         return Inputs(q * keys**-0.5, k, v, decay, gate=gate)
-
-    def output(self, inputs: Inputs, y: Tensor) -> Tensor:
-        out: Tensor = self.o_proj((self.norm(y) * F.silu(inputs.gate)).flatten(2))
-        return out

@@ -32,10 +32,6 @@ class HGRN2(Keyed):
         self.in_proj = nn.Linear(dim, 3 * dim, bias=False)
         self.norm = nn.RMSNorm(dim, eps=1e-5)
 
-    def project(self, x: Tensor) -> Tensor:
-        out: Tensor = self.in_proj(x)
-        return out
-
     def inputs(self, z: Tensor, mask: Tensor | None) -> Inputs:
         q, decay, v = self.split(z, *[self.value_dim] * 3)
         log = F.logsigmoid(decay.to(accumulator(decay)))
@@ -44,5 +40,4 @@ class HGRN2(Keyed):
         return Inputs(F.silu(q), k, v, log)
 
     def output(self, inputs: Inputs, y: Tensor) -> Tensor:
-        out: Tensor = self.o_proj(self.norm(y.flatten(2)))
-        return out
+        return self.o_proj(self.norm(y.flatten(2)))

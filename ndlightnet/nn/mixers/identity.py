@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ndlightnet.layout import Grid, Layout
+from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers.base import StreamingMixer
 
 
@@ -20,9 +20,7 @@ class Identity(StreamingMixer):
     def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
         return x
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> tuple[()]:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> tuple[()]:
         return ()
 
     def step(self, x: Tensor, grid: Grid, state: tuple[()]) -> tuple[Tensor, tuple[()]]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid
-from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.base import projected_like
+from ndlightnet.nn.initial import Device
+from ndlightnet.nn.mixers.base import default_heads, projected_like
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self
 from ndlightnet.ops import fla
 from ndlightnet.ops.dispatch import Impl
@@ -35,7 +35,9 @@ class Keyed(Recurrent):
     `context` the queries of x read the memory after the whole source."""
 
     operation = "gated_linear_attention"
+    activation: Any = staticmethod(nn.functional.silu)  # of the output's gate
     in_proj: nn.Linear
+    norm: nn.Module
 
     def __init__(
         self, dim: int, heads: int | None, scan: Scan, impl: Impl, key_ratio: float = 1.0, decays: int | None = None
@@ -55,7 +57,10 @@ class Keyed(Recurrent):
         support = fla.supports(self.operation, k, v, decay if self.decays else None)
         return "fla" if support else f"torch ({support.reason})"
 
-    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
+        return self.in_proj(x)
+
+    def initial_memory(self, batch: int, device: Device) -> Tensor:
         acc = accumulator(self.o_proj.weight)
         return torch.zeros(batch, self.heads, self.key_dim, self.value_dim, dtype=acc, device=device)
 
@@ -76,6 +81,10 @@ class Keyed(Recurrent):
         # in_proj maps to queries, keys (or their decays) and values, in this order
         first = 2 * self.heads * self.key_dim
         return nn.functional.linear(x, self.in_proj.weight[first : first + self.dim])
+
+    def output(self, inputs: Inputs, y: Tensor) -> Tensor:
+        y = self.norm(y)
+        return self.o_proj((y if inputs.gate is None else y * self.activation(inputs.gate)).flatten(2))
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """Split (..., sum of heads * size) into (..., heads, size) for each size."""

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, per_axis
-from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.initial import assign
-from ndlightnet.nn.mixers.base import StreamingMixer, zero_padding
+from ndlightnet.nn.initial import Device, Space, assign
+from ndlightnet.nn.mixers.base import StreamingMixer, default_heads, zero_padding
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lavo import WindowSums, amounts, memory_read, past_means, token_mean
 from ndlightnet.ops.local import append_frames, local_attention
@@ -30,29 +29,27 @@ class LAVOState(NamedTuple):
 
 
 class LAVO(StreamingMixer):
-    """LAVO (arXiv 2312.11135): o_proj(merge heads (local + memory) / 2), where local is softmax
-    attention to the neighbourhood with learnt biases and memory what the query reads from an
-    orthogonal memory; see ndlightnet.ops.local and ndlightnet.ops.lavo.
+    """LAVO (arXiv 2312.11135): o_proj(merge heads (local + memory) / 2), where local is softmax attention to the
+    neighbourhood with learnt biases and memory what the query reads from an orthogonal memory; see ndlightnet.ops.local
+    and ndlightnet.ops.lavo.
 
-    A head's memory has as many vectors as its dim, up to 64; they start orthonormal and are learnt
-    without constraint, as in the paper. It compresses the local features of all tokens; in the
-    causal form, of the tokens in all windows of frames (steps of the first axis) that ended before
-    the token's window began. In the first window the memory is empty and the read is 0. Within its
-    frame a causal token sees its neighbourhood.
+    A head's memory has as many vectors as its dim, up to 64; they start orthonormal and are learnt without constraint,
+    as in the paper. It compresses the local features of all tokens; in the causal form, of the tokens in all windows of
+    frames (steps of the first axis) that ended before the token's window began. In the first window the memory is empty
+    and the read is 0. Within its frame a causal token sees its neighbourhood.
 
     Args:
         dim: channels of a token.
         heads: default: one per 64 channels. Head dim = dim / heads.
-        window: the neighbourhood: |j - i| < window on an axis. One number for all axes, which then
-            share a table of biases, or one per axis. "auto": 16 / number of axes, so that the
-            neighbourhood on a volume does not grow too large (9^3); text gains from more than 16
-            (the paper's best is 64). None: no local branch; the memory compresses the values, in
-            the causal form those of all frames so far.
-        context_dim: channels of the source in the cross form, which has no local branch; with it
-            the layer has no local branch in any form.
+        window: the neighbourhood: |j - i| < window on an axis. One number for all axes, which then share a table of
+            biases, or one per axis. "auto": 16 / number of axes, so that the neighbourhood on a volume does not grow
+            too large (9^3); text gains from more than 16 (the paper's best is 64). None: no local branch; the memory
+            compresses the values, in the causal form those of all frames so far.
+        context_dim: channels of the source in the cross form, which has no local branch; with it the layer has no local
+            branch in any form.
 
-    Parameters: 4 dim^2 + memories dim + heads (2 window - 1), the last term for each axis if
-    `window` is one per axis. Without the local branch: 2 dim^2 + context_dim dim + memories dim.
+    Parameters: 4 dim^2 + memories dim + heads (2 window - 1), the last term for each axis if `window` is one per axis.
+    Without the local branch: 2 dim^2 + context_dim dim + memories dim.
     """
 
     undecayed = ("basis",)
@@ -149,12 +146,9 @@ class LAVO(StreamingMixer):
     def _output(self, q: Tensor, mean: Tensor, local: Tensor | None = None) -> Tensor:
         h = amounts(self.basis, mean)
         y = memory_read(q.flatten(1, -3), self.basis, h).reshape(q.shape)
-        out: Tensor = self.o_proj((y if local is None else (local + y) / 2).flatten(-2))
-        return out
+        return self.o_proj((y if local is None else (local + y) / 2).flatten(-2))
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> LAVOState:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> LAVOState:
         weight, frames = self.q_proj.weight, (self.windows(1 + len(space)) or (1,))[0] - 1
         size = (self.heads, self.head_dim)
         tail = torch.zeros(batch, frames, *space, *size, dtype=weight.dtype, device=device)

@@ -1,5 +1,4 @@
-"""LightNet attention as a layer (LightNet, Eq. 5 and 6): linear cost on a grid of any number of
-axes."""
+"""LightNet attention as a layer (LightNet, Eq. 5 and 6): linear cost on a grid of any number of axes."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.constants import Constants
-from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.base import check_axes, projected_like
+from ndlightnet.nn.initial import Device, Space
+from ndlightnet.nn.mixers.base import check_axes, default_heads, projected_like
 from ndlightnet.nn.mixers.with_local import LocalMixer, LocalState, Where
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.nn.projections import project
@@ -35,36 +34,35 @@ HEAD_DIM = 32  # of a head by default
 
 
 class LightNetAttention(Constants, LocalMixer):
-    """LightNet attention: o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(gate) + SiLU(local v)),
-    M = softmax(k over tokens)^T v, gate: a map of rank head_dim, local: a depthwise convolution over
-    neighbours.
+    """LightNet attention: o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(gate) + SiLU(local v)), M = softmax(k over
+    tokens)^T v, gate: a map of rank head_dim, local: a depthwise convolution over neighbours.
 
-    M sees all tokens at once and none in particular; local mixing is the look at the neighbours. It
-    is not part of the paper, nor of the cross form. In the cross form the source's grid may have
-    another shape but needs, with lrpe, as many axes.
+    M sees all tokens at once and none in particular; local mixing is the look at the neighbours. It is not part of the
+    paper, nor of the cross form. In the cross form the source's grid may have another shape but needs, with lrpe, as
+    many axes.
 
     Args:
         dim: channels of a token.
         heads: default: one per 32 channels. Head dim = dim / heads.
         context_dim: channels of the source in the cross form; default `dim`.
-        lrpe: position code of every layer, "cosine", "rotary" (global form only) or None; its angles
-            are learnt, one factor per head and slot.
+        lrpe: position code of every layer, "cosine", "rotary" (global form only) or None; its angles are learnt, one
+            factor per head and slot.
         bias: biases in the projections.
         dims: number of axes, for local mixing; networks give it. None: no local mixing.
         causal: whether the causal form is called, for the default of key_scale; networks give it.
-        local: what is mixed locally: "values", as above; "input": x + local x enters the layer;
-            "both"; None: nothing, the paper's layer.
+        local: what is mixed locally: "values", as above; "input": x + local x enters the layer; "both"; None: nothing,
+            the paper's layer.
         radius, dense: how far local mixing reads, and in which shape; see LocalMixing.
-        key_scale: factor on the initial weights of k_proj. With larger keys M begins with few
-            tokens for each channel rather than with the mean of all. Default: 4, causal 1.
-        window: causal form: a frame (a step of the first axis) sees the last `window` frames,
-            itself included. Default: all before it.
-        forget: causal form: decay rate per frame: a frame t frames back weighs exp(-forget t); a
-            number, or one per head.
+        key_scale: factor on the initial weights of k_proj. With larger keys M begins with few tokens for each channel
+            rather than with the mean of all. Default: 4, causal 1.
+        window: causal form: a frame (a step of the first axis) sees the last `window` frames, itself included. Default:
+            all before it.
+        forget: causal form: decay rate per frame: a frame t frames back weighs exp(-forget t); a number, or one per
+            head.
         impl: "auto", "torch", "triton" or "reference"; see ndlightnet.ops.
 
-    Parameters: 4 dim^2 + 2 head_dim dim + 3 dim (with cosine angles, without biases), and
-    taps dim of each local mixing, 2 radius dims + 1 taps or (2 radius + 1)^dims if dense.
+    Parameters: 4 dim^2 + 2 head_dim dim + 3 dim (with cosine angles, without biases), and taps dim of each local
+    mixing, 2 radius dims + 1 taps or (2 radius + 1)^dims if dense.
     """
 
     ragged, mergeable = True, True
@@ -118,7 +116,7 @@ class LightNetAttention(Constants, LocalMixer):
         # float32 statistics and a small eps: the variance of the read falls like 1 / length
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.o_proj = nn.Linear(dim, dim, bias=bias)
-        self.make_branch(local, dims, dim, dim, radius, dense, impl)
+        self.make_branch(local, dims, (dim, dim), radius, dense, impl)
         self.key_scale = key_scale
         self.reset_own()
 
@@ -144,7 +142,7 @@ class LightNetAttention(Constants, LocalMixer):
         q, k, v, gate = self._project(x, x)
         near = self.begin_local_values(v.flatten(2), layout, mask, causal, prefix)
         if causal:
-            y, _ = self._causal(q, k, v, layout, mask)
+            y, _ = self._causal((q, k, v), layout, mask)
         else:
             self._refuse_window()
             position = self.lrpe(layout)._replace(prefix=prefix) if self.lrpe else None
@@ -174,28 +172,14 @@ class LightNetAttention(Constants, LocalMixer):
         return q, k, v, up(gate)
 
     def _causal(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: Layout,
-        mask: Tensor | None,
-        state: State | None = None,
-        return_state: bool = False,
+        self, qkv: tuple[Tensor, Tensor, Tensor], layout: Layout, mask: Tensor | None, state: State | None = None
     ) -> tuple[Tensor, Any]:
+        """Return what tokens read, and with a state the next one."""
         self._refuse_rotary()
+        options: Any = {"window": self.window, "forget": self.forget, "impl": self.impl, "mask": mask}
+        position = self.lrpe(layout) if self.lrpe else None
         return axis_causal_attention(
-            q,
-            k,
-            v,
-            layout,
-            mask=mask,
-            position=self.lrpe(layout) if self.lrpe else None,
-            state=state,
-            window=self.window,
-            forget=self.forget,
-            return_state=return_state,
-            impl=self.impl,
+            *qkv, layout, position=position, state=state, return_state=state is not None, **options
         )
 
     def _refuse_window(self) -> None:
@@ -225,12 +209,9 @@ class LightNetAttention(Constants, LocalMixer):
     def _output(self, y: Tensor, gate: Tensor, near: Tensor | None = None) -> Tensor:
         norm = self.norm
         y = norm_gate(y.flatten(2), gate, norm.weight, norm.bias, norm.eps, self.impl, near)
-        out: Tensor = self.o_proj(y)
-        return out
+        return self.o_proj(y)
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> State | LocalState:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> State | LocalState:
         dim, dtype = self.head_dim, accumulator(self.q_proj.weight)
         memory = State.empty(batch, self.heads, dim, dim, self.lrpe is not None, dtype=dtype, device=device)
         if self.window is not None:
@@ -246,7 +227,7 @@ class LightNetAttention(Constants, LocalMixer):
         q, k, v, gate = self._project(x, x)
         near, values = self.step_values(v.flatten(2), grid, values)
         if grid.length != 1 or self.window is not None or grid.shared:
-            y, memory = self._causal(q, k, v, grid, None, memory, return_state=True)
+            y, memory = self._causal((q, k, v), grid, None, memory)
         else:
             self._refuse_rotary()
             if self.decays:

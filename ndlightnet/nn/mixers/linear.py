@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndlightnet.layout import Grid
-from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.base import StreamingMixer, check_axes, projected_like, zero_padding
+from ndlightnet.nn.initial import Device, Space
+from ndlightnet.nn.mixers.base import StreamingMixer, check_axes, default_heads, projected_like, zero_padding
 from ndlightnet.ops import fla
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
@@ -26,15 +26,14 @@ FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LinearAttention(StreamingMixer):
-    """Linear attention: o_proj of phi(q) . sum phi(k) v^T, divided by phi(q) . sum phi(k), with
-    phi = elu + 1.
+    """Linear attention: o_proj of phi(q) . sum phi(k) v^T, divided by phi(q) . sum phi(k), with phi = elu + 1.
 
     Args:
         dim: channels of a token.
         heads: default: one per 64 channels.
         context_dim: channels of the source in the cross form; default `dim`.
-        impl: "auto", "torch", "fla" or "reference" ("fla": the causal form with one token per
-            frame only); see ndlightnet.ops.recurrence.gated.
+        impl: "auto", "torch", "fla" or "reference" ("fla": the causal form with one token per frame only); see
+            ndlightnet.ops.recurrence.gated.
 
     No position code, unlike other mixers: MD-TPE in front of the blocks is the only one.
     Parameters: 4 dim^2.
@@ -57,9 +56,8 @@ class LinearAttention(StreamingMixer):
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def add_position(self, x: Tensor, grid: Grid, extent: Extent) -> Tensor:
-        """Encode the position in features (batch, length, heads, head_dim) -> (batch, length,
-        heads, rows * head_dim). extent: as in `bounds`, but None along the first axis of the causal
-        form, whose length is unknown."""
+        """Encode the position in features (batch, length, heads, head_dim) -> (batch, length, heads, rows * head_dim).
+        extent: as in `bounds`, but None along the first axis of the causal form, whose length is unknown."""
         return x
 
     def bounds(self, grid: Grid, source: Grid | None, mask: Tensor | None) -> tuple[Grid, Extent]:
@@ -105,8 +103,7 @@ class LinearAttention(StreamingMixer):
     def _output(self, y: Tensor) -> Tensor:
         if not self.denominator:  # in float32: sums over many tokens are large
             y = F.rms_norm(y.to(accumulator(y)), y.shape[-1:], eps=1e-6)
-        out: Tensor = self.o_proj(y.flatten(2).to(self.o_proj.weight.dtype))
-        return out
+        return self.o_proj(y.flatten(2).to(self.o_proj.weight.dtype))
 
     def implementation(self, x: Tensor, causal: bool = False) -> str:
         """Return what runs; there are kernels for the causal form with one token per frame."""
@@ -118,7 +115,7 @@ class LinearAttention(StreamingMixer):
         support = fla.supports("gated_linear_attention", k, v)
         return "fla" if support else f"torch ({support.reason})"
 
-    def init_state(self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()) -> Sums:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Sums:
         acc, dim = accumulator(self.q_proj.weight), self.head_dim
         rows = self.rows(1 + len(space)) * dim
         zeros = torch.zeros(batch, self.heads, rows, dim, dtype=acc, device=device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.initial import assign
+from ndlightnet.nn.initial import Device, assign
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self, init_dt_bias, short_conv
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.selective import selective_scan
@@ -73,8 +73,7 @@ class Mamba(Recurrent):
         self.D.fill_(1)
 
     def project(self, x: Tensor) -> Tensor:
-        out: Tensor = self.in_proj(x)
-        return out
+        return self.in_proj(x)
 
     def values(self, x: Tensor) -> Tensor:
         return F.linear(x, self.in_proj.weight.chunk(2)[0])
@@ -102,9 +101,8 @@ class Mamba(Recurrent):
 
     def output(self, inputs: Inputs, y: Tensor) -> Tensor:
         y = (y + self.D.to(y.dtype) * inputs.u) * F.silu(inputs.gate)
-        out: Tensor = self.out_proj(y)
-        return out
+        return self.out_proj(y)
 
-    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
+    def initial_memory(self, batch: int, device: Device) -> Tensor:
         dtype = accumulator(self.D)
         return torch.zeros(batch, *self.A_log.shape, dtype=dtype, device=device)

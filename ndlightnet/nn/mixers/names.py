@@ -28,9 +28,8 @@ def _expected(word: str, words: list[str]) -> str:
 def named_mixer(label: str, mixer: str | Mapping[str, Any]) -> Callable[..., Any]:
     """Return the function of the width that a name, or {name: arguments}, stands for.
 
-    `{"class_path": name, "init_args": arguments}` is accepted, too, and names with
-    "ndlightnet.nn.mixers." before them. label: the argument's name in errors. Raises ValueError
-    for a name or an argument that the catalogue has not.
+    `{"class_path": name, "init_args": arguments}` is accepted, too, and names with "ndlightnet.nn.mixers." before them.
+    label: the argument's name in errors. Raises ValueError for a name or an argument that the catalogue has not.
     """
     arguments: Any = None
     if isinstance(mixer, str):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid
+from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers.base import StreamingMixer, expand_to
 from ndlightnet.ops.local_mixing import local_mixing
 
@@ -56,10 +57,9 @@ class Recurrent(StreamingMixer):
     """A mixer that reads tokens one after the other, on a grid of any number of axes.
 
     scan: how it covers a grid. "raster": row by row, forward (the last axis runs fastest). "both":
-    forward and backward. "axes": forward and backward in as many orders as there are axes, in each
-    of which another axis runs fastest (2 x axes scans, as in VMamba). All scans share their
-    weights; their outputs are summed, and a token reads itself in the first scan only. With
-    causal=True a grid is read row by row, forward, whatever `scan` is.
+    forward and backward. "axes": forward and backward in as many orders as there are axes, in each of which another
+    axis runs fastest (2 x axes scans, as in VMamba). All scans share their weights; their outputs are summed, and a
+    token reads itself in the first scan only. With causal=True a grid is read row by row, forward, whatever `scan` is.
 
     A subclass defines `project`, `inputs`, `recur`, `output` and `initial_memory`.
     """
@@ -98,7 +98,7 @@ class Recurrent(StreamingMixer):
         """Map inputs in the first order, and what all orders read, to (batch, length, dim)."""
 
     @abstractmethod
-    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
+    def initial_memory(self, batch: int, device: Device) -> Tensor:
         """Return the memory before the first token."""
 
     def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
@@ -108,9 +108,8 @@ class Recurrent(StreamingMixer):
     def read_orders(
         self, x: Tensor, grid: Grid, mask: Tensor | None, causal: bool
     ) -> tuple[Any, Tensor, Tensor, Order]:
-        """Read a grid in all orders. Return the inputs in the first order, what tokens read in all
-        orders (batch, length, ...), the last memory of each order (orders, batch, ...), and the
-        first order."""
+        """Read a grid in all orders. Return the inputs in the first order, what tokens read in all orders (batch,
+        length, ...), the last memory of each order (orders, batch, ...), and the first order."""
         batch = x.shape[0]  # not len(x), which torch.export takes as a constant
         orders = [Order(grid, axis, reverse, mask) for axis, reverse in self.orders(grid, causal)]
         ordered = None
@@ -139,9 +138,7 @@ class Recurrent(StreamingMixer):
         both = [(axis, reverse) for axis in axes for reverse in (False, True)]
         return both[:1] if forward_only else both
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> RecurrentState:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> RecurrentState:
         weight = next(self.parameters())
         tail = torch.zeros(batch, self.lookback, self.width, dtype=weight.dtype, device=device)
         return RecurrentState(tail, self.initial_memory(batch, device))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.nn.initial import assign
+from ndlightnet.nn.initial import Device, assign
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import wkv
@@ -72,10 +72,9 @@ class RWKV4(Recurrent):
 
     def output(self, inputs: Inputs, y: Tensor) -> Tensor:
         r = torch.sigmoid(self.r_proj(token_shift(inputs.z, self.mix_r)))
-        out: Tensor = self.o_proj(r * wkv.mean(y).to(r.dtype))
-        return out
+        return self.o_proj(r * wkv.mean(y).to(r.dtype))
 
-    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
+    def initial_memory(self, batch: int, device: Device) -> Tensor:
         dtype = accumulator(self.decay)
         return wkv.empty(batch, self.width, dtype, device)
 

@@ -1,5 +1,4 @@
-"""S4 with diagonal systems (Gu, Goel and Re, 2022, arXiv 2111.00396; S4D, 2022, arXiv
-2206.11893)."""
+"""S4 with diagonal systems (Gu, Goel and Re, 2022, arXiv 2111.00396; S4D, 2022, arXiv 2206.11893)."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.initial import assign
+from ndlightnet.nn.initial import Device, assign
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import ssm
@@ -71,6 +70,6 @@ class S4(Recurrent):
     def output(self, inputs: Tensor, y: Tensor) -> Tensor:
         return F.glu(self.out_proj(F.gelu(y + self.D * inputs)), -1)
 
-    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
+    def initial_memory(self, batch: int, device: Device) -> Tensor:
         dtype = ssm.COMPLEX[accumulator(self.D)]
         return torch.zeros(batch, *self.A_log.shape, dtype=dtype, device=device)

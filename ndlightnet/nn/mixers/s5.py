@@ -1,5 +1,4 @@
-"""S5 (Smith, Warrington and Linderman, 2023, arXiv 2208.04933): one linear system for all
-channels."""
+"""S5 (Smith, Warrington and Linderman, 2023, arXiv 2208.04933): one linear system for all channels."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.initial import assign
+from ndlightnet.nn.initial import Device, assign
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import ssm
@@ -87,6 +86,6 @@ class S5(Recurrent):
         h = F.gelu(y + self.D * inputs)
         return h * torch.sigmoid(self.gate_proj(h))
 
-    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
+    def initial_memory(self, batch: int, device: Device) -> Tensor:
         dtype = ssm.COMPLEX[accumulator(self.D)]
         return torch.zeros(batch, *self.A_imag.shape, dtype=dtype, device=device)

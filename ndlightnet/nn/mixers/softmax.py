@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid
-from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.base import Mixer, check_axes, zero_padding
+from ndlightnet.nn.mixers.base import Mixer, check_axes, default_heads, zero_padding
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
 from ndlightnet.ops.plain import softmax_attention
@@ -61,5 +60,4 @@ class SoftmaxAttention(Mixer):
             keys = before if keys is None else keys & before
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         y = softmax_attention(q, k, v, attn_mask=keys, is_causal=plain)
-        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
-        return out
+        return self.o_proj(y.transpose(1, 2).flatten(2))

@@ -15,9 +15,8 @@ from ndlightnet.ops.dtypes import accumulator
 
 
 class TNL(Keyed):
-    """TNL: o_proj(norm(m_t^T q_t) * sigmoid(gate)), m_t = lambda m_(t-1) + k_t v_t^T, with q and k
-    after SiLU, a norm without weights for each head, and lambda = exp(-2^(-8 h / heads)) in head
-    h = 1, ..., heads.
+    """TNL: o_proj(norm(m_t^T q_t) * sigmoid(gate)), m_t = lambda m_(t-1) + k_t v_t^T, with q and k after SiLU, a norm
+    without weights for each head, and lambda = exp(-2^(-8 h / heads)) in head h = 1, ..., heads.
 
     Args:
         dim: channels of a token.
@@ -40,10 +39,6 @@ class TNL(Keyed):
         # softplus of the parameter is the slope
         assign(self.slope, torch.log(torch.expm1(2.0 ** (-8 * head / self.heads))))
 
-    def project(self, x: Tensor) -> Tensor:
-        out: Tensor = self.in_proj(x)
-        return out
-
     def inputs(self, z: Tensor, mask: Tensor | None) -> Inputs:
         q, k, v, gate = self.split(z, *[self.value_dim] * 4)
         q, k = F.silu(q), F.silu(k)
@@ -55,5 +50,4 @@ class TNL(Keyed):
     def output(self, inputs: Inputs, y: Tensor) -> Tensor:
         y = F.rms_norm(y.to(accumulator(y)), y.shape[-1:], eps=1e-6)
         y = y.to(inputs.v.dtype) * torch.sigmoid(inputs.gate)
-        out: Tensor = self.o_proj(y.flatten(2))
-        return out
+        return self.o_proj(y.flatten(2))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, per_axis
-from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.base import StreamingMixer, projected_like, zero_padding
+from ndlightnet.nn.initial import Device, Space
+from ndlightnet.nn.mixers.base import StreamingMixer, default_heads, projected_like, zero_padding
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.nn.projections import project
 from ndlightnet.ops import rotate, tables
@@ -84,17 +84,14 @@ class WindowAttention(StreamingMixer):
         bias = [] if self.bias is None else [self.bias] * ndim
         windows = per_axis("window", self.window, ndim)
         y = local_attention(q, k, v, windows, bias, mask=mask, causal=causal)
-        out: Tensor = self.o_proj(y.flatten(1, ndim).flatten(2))
-        return out
+        return self.o_proj(y.flatten(1, ndim).flatten(2))
 
     def implementation(self, x: Tensor, causal: bool = False) -> str:
         q = projected_like(x, *x.shape[1:-1], self.heads, self.head_dim)
         support = flash_support(q, () if self.bias is None else (self.bias,), None)
         return "flash" if support else f"torch ({support.reason})"
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> WindowState:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> WindowState:
         frames = per_axis("window", self.window, 1 + len(space))[0] - 1
         shape = (batch, frames, *space, self.heads, self.head_dim)
         tail = torch.zeros(shape, dtype=self.q_proj.weight.dtype, device=device)

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from ndlightnet.layout import Grid, Layout
-from ndlightnet.nn.local import LocalMixing
-from ndlightnet.nn.mixers.base import Mixer, Named, StreamingMixer, build_mixer, zero_padding
+from ndlightnet.nn.depthwise import LocalMixing
+from ndlightnet.nn.initial import Device, Space
+from ndlightnet.nn.mixers.base import Mixer, Named, StreamingMixer, build_mixer, streaming, zero_padding
 from ndlightnet.ops.dispatch import Impl
 
 Where = Literal["values", "input", "both"]  # what a mixer mixes locally
@@ -32,26 +33,17 @@ class LocalMixer(StreamingMixer):
     local_values: LocalMixing | None
     local_input: LocalMixing | None
 
-    def make_branch(
-        self,
-        local: Where | None,
-        dims: int | None,
-        channels: int,
-        values: int,
-        radius: int = 1,
-        dense: bool = False,
-        impl: Impl = "auto",
-    ) -> None:
-        """Make the convolutions: of an input of `channels` and of `values` channels, on `dims` axes
-        (None: none)."""
+    def make_branch(self, local: Where | None, dims: int | None, widths: tuple[int, int], *options: Any) -> None:
+        """Make the convolutions on `dims` axes (None: none), of the widths of the input and of the values. options:
+        radius, dense and impl of LocalMixing."""
         if local is not None and local not in get_args(Where):
             raise ValueError(f"local={local!r}: expected 'values', 'input', 'both' or None")
 
         def convolution(width: int, *kinds: Where) -> LocalMixing | None:
-            return None if dims is None or local not in kinds else LocalMixing(dims, width, radius, dense, impl)
+            return None if dims is None or local not in kinds else LocalMixing(dims, width, *options)
 
-        self.local_values = convolution(values, "values", "both")
-        self.local_input = convolution(channels, "input", "both")
+        self.local_values = convolution(widths[1], "values", "both")
+        self.local_input = convolution(widths[0], "input", "both")
 
     def add_local(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool, prefix: int = 0) -> Tensor:
         """Return x + local x, or x without that convolution. prefix: tokens before the grid's."""
@@ -69,9 +61,7 @@ class LocalMixer(StreamingMixer):
             return lambda: None
         return _begin(self.local_values, v, layout, mask, causal, prefix)
 
-    def branch_state(
-        self, batch: int, memory: Any, device: torch.device | str | None, space: tuple[int, ...]
-    ) -> LocalState:
+    def branch_state(self, batch: int, memory: Any, device: Device, space: Space) -> LocalState:
         """Return the state before the first frame, with the memory of the mixer without branch."""
         branch = (self.local_values, self.local_input)
         return LocalState(memory, *(() if one is None else one.init_state(batch, device, space) for one in branch))
@@ -98,20 +88,19 @@ def _begin(
 
 
 class WithLocal(LocalMixer):
-    """Another mixer with a local branch: y = mixer(x) + output_map(SiLU(local(values(x)))), where
-    values and output_map are the mixer's own, see Mixer.
+    """Another mixer with a local branch: y = mixer(x) + output_map(SiLU(local(values(x)))), where values and output_map
+    are the mixer's own, see Mixer.
 
-    As output maps are linear, this is the mixer with SiLU(local(values)) added to what its output
-    map reads. Weights are shared, so the branch adds taps * dim parameters; values and output map
-    are computed twice. A mixer that streams also does so with the branch; there is no cross form.
+    As output maps are linear, this is the mixer with SiLU(local(values)) added to what its output map reads. Weights
+    are shared, so the branch adds taps * dim parameters; values and output map are computed twice. A mixer that streams
+    also does so with the branch; there is no cross form.
 
     Args:
         dim: channels of a token.
         mixer: a function of the width that returns a Mixer, or a name as in networks.
         local: "values", as above; "input": mixer(x + local(x)); "both": the first of x + local(x).
         radius, dense: as in LocalMixing.
-        dims, layer, causal: number of axes, index of the layer, whether the causal form is called;
-            networks give them.
+        dims, layer, causal: number of axes, index of the layer, whether the causal form is called; networks give them.
         impl: of the convolution; see ndlightnet.ops.local_mixing.
 
     Parameters: those of the mixer and taps * dim (the channels of its values), twice for "both".
@@ -133,6 +122,8 @@ class WithLocal(LocalMixer):
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
+        if local not in get_args(Where):
+            raise ValueError(f"local={local!r}: expected 'values', 'input' or 'both'")
         if dims is None:
             raise ValueError("dims=None: expected the number of axes, which networks give")
         inner = build_mixer(mixer, dim, dims=dims, layer=layer or 0, causal=causal)
@@ -140,7 +131,7 @@ class WithLocal(LocalMixer):
             raise ValueError(f"mixer: makes a {type(inner).__name__}, expected a Mixer")
         self.mixer = inner
         width = inner.values(torch.zeros(1, 0, dim)).shape[-1]
-        self.make_branch(local, dims, dim, width, radius, dense, impl)
+        self.make_branch(local, dims, (dim, width), radius, dense, impl)
 
     def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
         x = self.add_local(x, layout, mask, causal)
@@ -160,20 +151,13 @@ class WithLocal(LocalMixer):
     def state_size(self) -> int | None:  # type: ignore[override]
         return None if self.mixer.state_size is None else super().state_size
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> LocalState:
-        return self.branch_state(batch, self._streaming().init_state(batch, device, space), device, space)
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> LocalState:
+        return self.branch_state(batch, streaming(self.mixer).init_state(batch, device, space), device, space)
 
     def step(self, x: Tensor, grid: Grid, state: LocalState) -> tuple[Tensor, LocalState]:
         x, inputs = self.step_input(x, grid, state.input)
-        y, memory = self._streaming().step(x, grid, state.memory)
+        y, memory = streaming(self.mixer).step(x, grid, state.memory)
         if self.local_values is None:
             return y, LocalState(memory, (), inputs)
         near, values = self.step_values(self.mixer.values(x), grid, state.values)
         return self._add(y, near), LocalState(memory, values, inputs)
-
-    def _streaming(self) -> StreamingMixer:
-        if not isinstance(self.mixer, StreamingMixer):
-            raise ValueError(f"{type(self.mixer).__name__} has no method advance: it cannot go frame by frame")
-        return self.mixer

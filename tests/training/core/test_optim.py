@@ -9,7 +9,7 @@ from torch import nn
 
 from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.data.errors import DataError
-from ndlightnet.nn.local import LocalMixing
+from ndlightnet.nn.depthwise import LocalMixing
 from ndlightnet.training import ImageTask
 from ndlightnet.training.core.optim import decayed_groups, layer_numbers
 from ndlightnet.training.core.task import Task

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from ndlightnet.nn.heads import default_heads
+from ndlightnet.nn.mixers.base import default_heads
 from ndlightnet.ops import Position, causal_attention
 from ndlightnet.ops.position import key_features, query_features
 from ndlightnet.ops.recurrence import wkv

@@ -26,8 +26,7 @@ def clone(state: Any) -> Any:
 
 
 class Graphs:
-    """`step(x, state) -> (output, state)`, replayed from a CUDA graph where the same kind of input
-    comes again.
+    """`step(x, state) -> (output, state)`, replayed from a CUDA graph where the same kind of input comes again.
 
     All graphs share one state, whose tensors every replay overwrites: `clone` what must stay.
     """

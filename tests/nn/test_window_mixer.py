@@ -41,15 +41,15 @@ def plainly(net: WindowAttention, x: Tensor, mask: Tensor | None, causal: bool) 
             near = (abs(offset) < windows).all(1) & real[b].numpy()
             if causal:
                 near &= offset[:, 0] <= 0
-            seen = np.flatnonzero(near)
-            if not len(seen):
+            read = np.flatnonzero(near)
+            if not len(read):
                 continue
             for h in range(net.heads):
-                scores = k[b, seen, h] @ q[b, i, h] / (dim // net.heads) ** 0.5
+                scores = k[b, read, h] @ q[b, i, h] / (dim // net.heads) ** 0.5
                 if net.bias is not None:
-                    columns = torch.from_numpy(offset[seen]) + net.bias.shape[1] // 2
+                    columns = torch.from_numpy(offset[read]) + net.bias.shape[1] // 2
                     scores = scores + net.bias[h, columns].sum(-1)
-                out[b, i, h] = scores.softmax(0) @ v[b, seen, h]
+                out[b, i, h] = scores.softmax(0) @ v[b, read, h]
     return (out.reshape(batch, -1, dim) @ net.o_proj.weight.T).reshape(x.shape)
 
 
@@ -65,21 +65,19 @@ def test_against_all_pairs(close, grid, rotary, masked, causal):
         torch.nn.init.normal_(scale, std=0.1)
     x = torch.randn(2, *grid, DIM, dtype=torch.float64)
     mask = torch.rand(2, *grid) < 0.6 if masked else None
-    given = x if mask is None else x.masked_fill(~mask[..., None], torch.nan)  # is never read
+    poisoned = x if mask is None else x.masked_fill(~mask[..., None], torch.nan)  # is never read
     with torch.no_grad():
-        found, expected = net(given, mask=mask, causal=causal), plainly(net, x, mask, causal)
+        y, expected = net(poisoned, mask=mask, causal=causal), plainly(net, x, mask, causal)
     real = torch.ones(2, *grid, dtype=torch.bool) if mask is None else mask
-    close(found[real], expected[real], 1e-12)
-    assert found.isfinite().all()
+    close(y[real], expected[real], 1e-12)
+    assert y.isfinite().all()
 
 
 def test_what_is_out_of_reach_changes_nothing():
     net = WindowAttention(DIM, HEADS, window=(3, 1)).double()
     x = torch.randn(1, 9, 4, DIM, dtype=torch.float64, requires_grad=True)
-    seen = torch.autograd.grad(net(x)[0, 4, 2].sum(), x)[0][0].abs().sum(-1) > 0
-    expected = torch.zeros(9, 4, dtype=torch.bool)
-    expected[2:7, 2] = True
-    assert torch.equal(seen, expected)
+    reads = torch.autograd.grad(net(x)[0, 4, 2].sum(), x)[0][0].abs().sum(-1) > 0
+    assert reads.nonzero().tolist() == [[row, 2] for row in range(2, 7)]
 
 
 def test_windows_that_are_none():
@@ -103,30 +101,21 @@ def test_chunks_of_any_size_are_the_whole(close, grid, window, rotary, sizes):
     net = WindowAttention(DIM, HEADS, window=window, rotary=rotary).double()
     x = torch.randn(2, *grid, DIM, dtype=torch.float64)
     state, outputs, at = net.init_state(2, None, grid[1:]), [], 0
-    shapes = [part.shape for part in state]
+    shapes = [x.shape for x in state]
     for size in itertools.cycle(sizes):
         y, state = net.advance(x[:, at : at + size], state, at)
         outputs, at = [*outputs, y], at + size
-        assert [part.shape for part in state] == shapes
+        assert [x.shape for x in state] == shapes
         if at >= grid[0]:
             break
     close(torch.cat(outputs, 1), net(x, causal=True), 1e-12)
     assert state.frames.tolist() == [grid[0]] * 2
 
 
-@pytest.mark.parametrize("rotary", [False, True])
-def test_rows_of_a_stream_have_their_own_frames(close, rotary):
-    """One sample after two frames, the other after four: empty frames are not read."""
-    net = WindowAttention(DIM, HEADS, window=(4, 2), rotary=rotary).double()
-    x = torch.randn(2, 9, 4, DIM, dtype=torch.float64)
-    whole, first = net(x, causal=True), (2, 4)
-    each = [net.advance(x[i : i + 1, :f], net.init_state(1, space=(4,)), 0)[1] for i, f in enumerate(first)]
-    state = type(each[0])(*(torch.cat(part) for part in zip(*each, strict=True)))
-    y, state = net.advance(torch.stack([x[0, 2:7], x[1, 4:]]), state, torch.tensor(first))
-    close(y, torch.stack([whole[0, 2:7], whole[1, 4:]]), 1e-12)
-    assert state.frames.tolist() == [7, 9]
+def test_frames_of_another_shape_than_the_state():
+    net = WindowAttention(DIM, HEADS, window=(4, 2))
     with pytest.raises(ValueError, match=r"frames of \(3,\): expected \(4,\), as in init_state"):
-        net.advance(x[:, :1, :3], state, 9)
+        net.advance(torch.randn(2, 1, 3, DIM), net.init_state(2, space=(4,)), 9)
 
 
 @pytest.mark.parametrize("rotary", [False, True])

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 class FrameByFrame(nn.Module):
     """A network of dense prediction that maps each frame (step of the first axis) by itself.
 
-    net: maps (batch, channels, *space) to (batch, classes, *space), or in training to a list of
-    such on coarser grids.
+    net: maps (batch, channels, *space) to (batch, classes, *space), or in training to a list of such on coarser grids.
     """
 
     def __init__(self, net: nn.Module) -> None:

