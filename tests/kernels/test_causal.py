@@ -7,7 +7,7 @@ from torch.autograd import grad
 from ndlightnet.ops import Position, State, attention_step, axis_causal_attention, causal_attention, summarize
 from ndlightnet_kernels import attention, causal, causal_backward
 
-from .cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, Problem, in_order, on_gpu
+from .kernel_cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, Problem, in_order, on_gpu
 from .yardstick import check
 
 # where numpy warns, the interpreter does what a GPU does

@@ -16,7 +16,7 @@ from ndlightnet.ops import (
     supported,
 )
 
-from .cases import DEVICE, Case, Problem
+from .kernel_cases import DEVICE, Case, Problem
 from .yardstick import Poison
 
 # where numpy warns, the interpreter does what a GPU does

@@ -7,7 +7,7 @@ from ndlightnet.layout import Grid
 from ndlightnet.ops import dense, local_mixing, star
 from ndlightnet_kernels import local_mixing as kernels
 
-from .cases import DEVICE
+from .kernel_cases import DEVICE
 
 MARGIN = 4096  # numbers before and after a tensor, more than a program's box
 UNTOUCHED = -1234.5

@@ -16,7 +16,7 @@ from ndlightnet import Ragged
 from ndlightnet.ops import Position, axis_causal_attention, axis_scan, global_attention
 
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
-from .cases import DEVICE
+from .kernel_cases import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HEADS, DIM, VALUE = 2, 6, 5

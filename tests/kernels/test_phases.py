@@ -20,7 +20,7 @@ from ndlightnet_kernels import phases
 from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.tiles import arguments
 
-from .cases import BRAIN, DEVICE, Case
+from .kernel_cases import BRAIN, DEVICE, Case
 from .yardstick import check
 
 

@@ -5,7 +5,7 @@ import torch
 
 from ndlightnet.ops import swiglu
 
-from .cases import DEVICE
+from .kernel_cases import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

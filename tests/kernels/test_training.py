@@ -9,7 +9,7 @@ import torch
 from ndlightnet import NDLightNet
 from ndlightnet.nn.mixers import LightNetAttention
 
-from .cases import DEVICE
+from .kernel_cases import DEVICE
 
 # The interpreter takes about a second per step of the small one
 STEPS, DIM, DEPTH, BATCH = (200, 32, 2, 6) if DEVICE.type == "cuda" else (4, 6, 1, 2)

@@ -5,7 +5,7 @@ import torch
 
 from ndlightnet.ops import causal_attention
 
-from .cases import BRAIN, DEVICE
+from .kernel_cases import BRAIN, DEVICE
 
 # where numpy warns, the interpreter does what a GPU does
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")

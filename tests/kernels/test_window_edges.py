@@ -5,7 +5,7 @@ import torch
 
 from ndlightnet.ops import axis_causal_attention
 
-from .cases import DEVICE
+from .kernel_cases import DEVICE
 
 # where numpy warns, the interpreter does what a GPU does
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")

@@ -22,8 +22,8 @@ from ndlightnet.ops import (
     summarize,
 )
 
-from .cases import Case, Problem, corner
-from .plain import Plain, ages, kept
+from .kernel_cases import Case, Problem, corner
+from .low_precision import Plain, ages, kept
 
 Results = dict[str, Tensor]
 

@@ -15,7 +15,7 @@ from ndlightnet.ops import (
     summarize,
 )
 from ndlightnet.ops.lightnet import frames
-from tests.kernels.cases import LOGITS, logits
+from tests.kernels.kernel_cases import LOGITS, logits
 
 from .framed import HEADS, angles, attend, padding, per_head, sample, weights, whole
 

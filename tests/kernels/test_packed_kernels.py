@@ -15,7 +15,7 @@ from ndlightnet.ops.lightnet import _triton as lightnet
 from ndlightnet_kernels import plans
 
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
-from .cases import BRAIN, DEVICE, HALF
+from .kernel_cases import BRAIN, DEVICE, HALF
 from .yardstick import Poison
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")

@@ -11,7 +11,7 @@ from ndlightnet.ops import instance_norm
 from ndlightnet.ops.instance_norm import instance_norm_silu, instance_norm_silu_
 from ndlightnet.parallel import Exchange, Slab
 
-from .cases import DEVICE
+from .kernel_cases import DEVICE
 from .yardstick import Poison
 
 pytest.importorskip("ndlightnet_kernels.instance_norm")

@@ -8,8 +8,8 @@ from ndlightnet.ops import Position, axis_causal_attention
 from ndlightnet.ops.lightnet import _triton_window
 from ndlightnet_kernels.position import NO_POSITION
 
-from .cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
-from .test_operators import CHECKS
+from .kernel_cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
+from .test_kernel_operators import CHECKS
 from .yardstick import check
 
 # where numpy warns, the interpreter does what a GPU does

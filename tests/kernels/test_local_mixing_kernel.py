@@ -6,7 +6,7 @@ import torch
 from ndlightnet.layout import Grid, Ragged
 from ndlightnet.ops import dense, local_mixing, star
 
-from .cases import DEVICE
+from .kernel_cases import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GRIDS = [(7,), (70,), (5, 9), (3, 4, 5), (2, 3, 2, 4), (1, 6), (2, 1, 2, 1, 2, 1, 2, 3)]

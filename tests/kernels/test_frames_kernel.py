@@ -10,7 +10,7 @@ from ndlightnet.ops.lightnet import _triton, frames
 from ndlightnet.ops.lightnet.frames import sliding_merge
 from ndlightnet.ops.position import relative
 
-from .cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
+from .kernel_cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
 from .yardstick import Poison, check, ours
 
 # where numpy warns, the interpreter does what a GPU does
