@@ -35,6 +35,7 @@ from ndlightnet_kernels.tiles import (
     processors,
     rope_features,
     scratch,
+    second_channels,
     silu,
     split,
     strides,
@@ -63,11 +64,11 @@ def _read_memory(total, memory, bh, c, vc, DIM: tl.constexpr, VDIM: tl.constexpr
 
 
 @triton.jit
-def _load_query(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr):
-    x1 = load(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, UNIT).to(tl.float32)
+def _load_query(q_rows, t, c, valid, KIND: tl.constexpr):
+    x1 = load(q_rows, t, c, valid).to(tl.float32)
     x2 = x1
     if KIND == 2:
-        x2 = load(q + WIDTH, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, UNIT).to(tl.float32)
+        x2 = load(second_channels(q_rows), t, c, valid).to(tl.float32)
     return x1, x2
 
 
@@ -103,19 +104,15 @@ def _read(
     BV: tl.constexpr,
     BL: tl.constexpr,
     BLOCKS: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
+    ANGLES: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Compute the output of a part of the queries, for one block of value channels."""
+    KIND: tl.constexpr = ANGLES[0]
+    SLOTS: tl.constexpr = ANGLES[2]
+    OPERAND: tl.constexpr = PRODUCT[0]
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     row, part, begin, end, base, state = part_at(splits, part, b, bh, h, heads, span, length, prefix)
@@ -125,26 +122,25 @@ def _read(
     m = ma.to(OPERAND)
     if KIND != 0:
         m = tl.trans(interleave(tl.trans(m), tl.trans(mb.to(OPERAND)), even(SLOTS, VDIM)))
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, shapes, row, base, c, ANGLES)
+    q_rows = (q, b, h, sqb, sqt, sqh, WIDTH, UNIT)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         valid = t < end
-        x1, x2 = _load_query(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, KIND, UNIT)
+        x1, x2 = _load_query(q_rows, t, c, valid, KIND)
         x1, _ = silu(x1)
         y = tl.zeros((BL, BV), tl.float32)
         if KIND == 0:
-            y = dot(x1, m, y, OPERAND, PRECISION)
+            y = dot(x1, m, y, PRODUCT)
         else:
             if KIND == 2:
                 x2, _ = silu(x2)
-            at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
-            cos, sin = cos_sin(freqs, at_axis, WIDE)
+            at_axis = coordinates(freqs, t, ANGLES)
+            cos, sin = cos_sin(freqs, at_axis, ANGLES)
             fa, fb = rope_features(x1, x2, cos, sin, KIND)
             f = interleave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
-            y = dot(f, m, y, OPERAND, PRECISION)
+            y = dot(f, m, y, PRODUCT)
         to = out + dense(b, h, t, vc, length, heads, VDIM)
         tl.store(to, y.to(out.dtype.element_ty), valid[:, None] & (vc < VDIM)[None, :])
 
@@ -189,12 +185,11 @@ def _summarize_plan(
         BV=bv,
         BL=block,
         BLOCKS=blocks,
-        MASKED=masked,
         UNIT=unit,
         STAGES=chosen.stages,
         ROWS=together,
         **arguments(position, k),
-        **operand(k),
+        PRODUCT=operand(k),
         **chosen.options(),
     )
     rows = batch * heads
@@ -269,7 +264,7 @@ def _read_plan(q: Tensor, vdim: int, position: FlatPosition) -> Launch:
         UNIT=unit,
         STAGES=chosen.stages,
         **arguments(position, q),
-        **operand(q),
+        PRODUCT=operand(q),
         **chosen.options(),
     )
 

@@ -85,21 +85,17 @@ def _read_backward(
     BV: tl.constexpr,
     BL: tl.constexpr,
     BLOCKS: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
+    ANGLES: tl.constexpr,
     LEARN: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Compute dq, and a part's gradient (fa, fb)^T dout of the normalised memory, for a block of
     features."""
+    KIND: tl.constexpr = ANGLES[0]
+    SLOTS: tl.constexpr = ANGLES[2]
+    OPERAND: tl.constexpr = PRODUCT[0]
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     row, slot, begin, end, base, state = part_at(splits, part, b, bh, h, heads, span, length, prefix)
@@ -111,41 +107,40 @@ def _read_backward(
         m = interleave(m, tl.trans(mb.to(OPERAND)), even(SLOTS, VDIM))
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     dmem = tl.zeros((BV, HALVES * BK), tl.float32)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, shapes, row, base, c, ANGLES)
     learnt = tl.zeros((BL // 16, 8, BK), tl.float32)
+    q_rows, dout_rows = (q, b, h, sqb, sqt, sqh, WIDTH, UNIT), (dout, b, h, sob, sot, soh, VDIM, UNIT)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         valid = t < end
-        x1, x2 = _load_query(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, KIND, UNIT)
-        do = load(dout, b, h, t, vc, valid, sob, sot, soh, VDIM, UNIT)
+        x1, x2 = _load_query(q_rows, t, c, valid, KIND)
+        do = load(dout_rows, t, vc, valid)
         x1, slope1 = silu(x1)
         to = dq + ((b * length + t) * heads + h)[:, None] * DIM + c[None, :]
         in_tile = valid[:, None] & (c < WIDTH)[None, :]
-        df = dot(do, m, tl.zeros((BL, HALVES * BK), tl.float32), OPERAND, PRECISION)
+        df = dot(do, m, tl.zeros((BL, HALVES * BK), tl.float32), PRODUCT)
         if KIND == 0:
-            dmem = dot(tl.trans(do), x1, dmem, OPERAND, PRECISION)
+            dmem = dot(tl.trans(do), x1, dmem, PRODUCT)
             tl.store(to, (df * slope1).to(dq.dtype.element_ty), in_tile)
         else:
             slope2 = slope1
             if KIND == 2:
                 x2, slope2 = silu(x2)
             if LEARN or KIND == 1:
-                cos, sin = cos_sin_once(freqs, t, AXES, TOTAL, WIDE, PREFIX)
+                cos, sin = cos_sin_once(freqs, t, ANGLES)
             else:
-                cos, sin = cos_sin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX), WIDE)
+                cos, sin = cos_sin(freqs, coordinates(freqs, t, ANGLES), ANGLES)
             fa, fb = rope_features(x1, x2, cos, sin, KIND)
             f = interleave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
-            dmem = dot(tl.trans(do), f, dmem, OPERAND, PRECISION)
+            dmem = dot(tl.trans(do), f, dmem, PRODUCT)
             da, db = deinterleave(df)
             d1, d2 = rope_features_backward(da, db, cos, sin, KIND)
             tl.store(to, (d1 * slope1).to(dq.dtype.element_ty), in_tile)
             if KIND == 2:
                 tl.store(to + WIDTH, (d2 * slope2).to(dq.dtype.element_ty), in_tile)
             if LEARN:
-                at_axis = from_origin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX))
+                at_axis = from_origin(freqs, coordinates(freqs, t, ANGLES))
                 learnt += rows_added(at_axis * (fa * db - fb * da))
     if LEARN:
         at = dtheta + (bh * parts + slot) * WIDTH + c
@@ -195,54 +190,23 @@ def _grads(
 
 
 @triton.jit
-def _key_block(
-    k,
-    dk,
-    dtheta,
-    y,
-    dy,
-    grads,
-    freqs,
-    b,
-    h,
-    t,
-    tile,
-    kc,
-    valid,
-    inside,
-    end,
-    length,
-    heads,
-    skb,
-    skt,
-    skh,
-    DIM: tl.constexpr,
-    BK: tl.constexpr,
-    BL: tl.constexpr,
-    KIND: tl.constexpr,
-    AXES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    PREFIX: tl.constexpr,
-    LEARN: tl.constexpr,
-    MASKED: tl.constexpr,
-    UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile, kc, ANGLES, LEARN, PRODUCT):
     """Store dk of some channels of a tile of tokens; return dy plus what these add to it."""
-    WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
+    KIND: tl.constexpr = ANGLES[0]
+    SLOTS: tl.constexpr = ANGLES[2]
+    OPERAND: tl.constexpr = PRODUCT[0]
     HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
+    (t, valid, inside, end), (length, heads, dim) = tokens, size
+    b, h, width = k_rows[1], k_rows[2], k_rows[6]
     g, mx, dsum, mx2, dsum2 = grads
-    x, x2 = _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
-    to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
-    in_tile = inside[:, None] & (kc < WIDTH)[None, :]
-    dp = dot(y, g, tl.zeros((BL, HALVES * BK), tl.float32), OPERAND, PRECISION)
+    x, x2 = _keys(k_rows, mask, t, kc, valid, end, KIND)
+    to = dk + ((b * length + t) * heads + h)[:, None] * dim + kc[None, :]
+    in_tile = inside[:, None] & (kc < width)[None, :]
+    dp = dot(y, g, tl.zeros((t.shape[0], HALVES * kc.shape[0]), tl.float32), PRODUCT)
     p = powers(x, mx, OPERAND)
     f = p.to(OPERAND)
     if KIND != 0:
-        cos, sin = cos_sin_once(freqs, t, AXES, TOTAL, WIDE, PREFIX)
+        cos, sin = cos_sin_once(freqs, t, ANGLES)
         f = interleave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
         if KIND == 2:
             p2 = powers(x2, mx2, OPERAND)
@@ -252,7 +216,7 @@ def _key_block(
             da, db = deinterleave(dp2)
             dp2 = da * cos + db * sin
             dp2 = p2 * (dp2 + dsum2[None, :])
-            tl.store(to + WIDTH, dp2.to(dk.dtype.element_ty), in_tile)
+            tl.store(to + width, dp2.to(dk.dtype.element_ty), in_tile)
             twist = p2 * (cos * db - sin * da)
         da, db = deinterleave(dp)
         dp = da * cos + db * sin
@@ -262,10 +226,10 @@ def _key_block(
             twist = p * (cos * db - sin * da)
     tl.store(to, (p * (dp + dsum[None, :])).to(dk.dtype.element_ty), in_tile)
     if LEARN:  # a sum for each tile: one of all tiles would not fit in registers
-        at_axis = from_origin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX))
-        at = dtheta + tile * WIDTH + kc
-        tl.store(at, tl.sum(at_axis * twist, 0), kc < WIDTH)
-    return dot(f, tl.trans(g), dy, OPERAND, PRECISION)
+        at_axis = from_origin(freqs, coordinates(freqs, t, ANGLES))
+        at = dtheta + tile * width + kc
+        tl.store(at, tl.sum(at_axis * twist, 0), kc < width)
+    return dot(f, tl.trans(g), dy, PRODUCT)
 
 
 @triton.jit(do_not_specialize=[*(s for s in SIZES if s != "parts"), "tiles", *KV])
@@ -309,118 +273,46 @@ def _summarize_backward(
     BV: tl.constexpr,
     BL: tl.constexpr,
     BLOCKS: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
+    ANGLES: tl.constexpr,
     LEARN: tl.constexpr,
-    MASKED: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Compute dk and dv of a part: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
+    KIND: tl.constexpr = ANGLES[0]
+    OPERAND: tl.constexpr = PRODUCT[0]
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     row, slot, begin, end, base, state = part_at(splits, part, b, bh, h, heads, span, length, prefix)
     vc, kc = tl.arange(0, BV), tl.arange(0, BK)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, shapes, row, each, base, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, shapes, row, base, kc, ANGLES)
+    k_rows, v_rows = (k, b, h, skb, skt, skh, WIDTH, UNIT), (v, b, h, svb, svt, svh, VDIM, UNIT)
+    size = (length, heads, DIM)
     grads = _grads(top, dtotal, dmemory, state, kc, vc, DIM, VDIM, KIND, OPERAND)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         tile = bh * tiles + slot * (span // BL) + (first - begin) // BL
         inside = t < end
-        valid = valid_tokens(mask, b, t, end, length, MASKED)
-        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
+        valid = valid_tokens(mask, b, t, end, length)
+        tokens = (t, valid, inside, end)
+        y = load(v_rows, t, vc, valid)
         dy = tl.zeros((BL, BV), tl.float32)
         if BLOCKS == 1:
             dy = _key_block(
-                k,
-                dk,
-                dtheta,
-                y,
-                dy,
-                grads,
-                freqs,
-                b,
-                h,
-                t,
-                tile,
-                kc,
-                valid,
-                inside,
-                end,
-                length,
-                heads,
-                skb,
-                skt,
-                skh,
-                DIM,
-                BK,
-                BL,
-                KIND,
-                AXES,
-                SLOTS,
-                TOTAL,
-                WIDE,
-                PREFIX,
-                LEARN,
-                MASKED,
-                UNIT,
-                OPERAND,
-                PRECISION,
+                k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile, kc, ANGLES, LEARN, PRODUCT
             )
         else:  # a head wider than a tile: its memory does not stay on chip
             for block in tl.range(0, BLOCKS, num_stages=1):
                 c = block * BK + kc
                 some = _grads(top, dtotal, dmemory, state, c, vc, DIM, VDIM, KIND, OPERAND)
-                its = slot_frequencies(
-                    theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
-                )
+                its = slot_frequencies(angles, shapes, row, base, c, ANGLES)
                 dy = _key_block(
-                    k,
-                    dk,
-                    dtheta,
-                    y,
-                    dy,
-                    some,
-                    its,
-                    b,
-                    h,
-                    t,
-                    tile,
-                    c,
-                    valid,
-                    inside,
-                    end,
-                    length,
-                    heads,
-                    skb,
-                    skt,
-                    skh,
-                    DIM,
-                    BK,
-                    BL,
-                    KIND,
-                    AXES,
-                    SLOTS,
-                    TOTAL,
-                    WIDE,
-                    PREFIX,
-                    LEARN,
-                    MASKED,
-                    UNIT,
-                    OPERAND,
-                    PRECISION,
+                    k_rows, mask, dk, dtheta, y, dy, some, its, tokens, size, tile, c, ANGLES, LEARN, PRODUCT
                 )
-        if MASKED:
+        if mask is not None:
             dy = tl.where(valid[:, None], dy, 0.0)
         to = dv + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
         tl.store(to, dy.to(dv.dtype.element_ty), inside[:, None] & (vc < VDIM)[None, :])
@@ -461,7 +353,7 @@ def _read_plan(
         UNIT=unit,
         STAGES=chosen.stages,
         **arguments(position, q),
-        **operand(q),
+        PRODUCT=operand(q),
         **chosen.options(),
     )
     some = max(1, 256 // bv)
@@ -527,11 +419,10 @@ def _summarize_plan(k: Tensor, v: Tensor, masked: bool, position: FlatPosition, 
         BL=block,
         BLOCKS=cdiv(width, bk),
         LEARN=learn,
-        MASKED=masked,
         UNIT=unit,
         STAGES=chosen.stages,
         **arguments(position, k),
-        **operand(k),
+        PRODUCT=operand(k),
         **chosen.options(),
     )
     return launch, (batch, heads, tiles, width)

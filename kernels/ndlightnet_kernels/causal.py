@@ -123,17 +123,9 @@ def _causal(
     BV: tl.constexpr,
     BL: tl.constexpr,
     CAREFUL: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
-    MASKED: tl.constexpr,
+    ANGLES: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Compute the output of a segment, chunk by chunk, from the State before it; for the last
     segment, which was not summarised before, also the State after it. The last segment is flagged
@@ -141,6 +133,8 @@ def _causal(
 
     forget: decay rate of each head for a token; a segment is flagged where sums leave the range of
     the plain form."""
+    KIND: tl.constexpr = ANGLES[0]
+    OPERAND: tl.constexpr = PRODUCT[0]
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     begin, end = part * span, min(part * span + span, length)
@@ -148,10 +142,10 @@ def _causal(
         if tl.load(flag + bh * parts + part) == 0:
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, None, b, prefix, kc, ANGLES)
+    q_rows, k_rows = (q, b, h, sqb, sqt, sqh, DIM, UNIT), (k, b, h, skb, skt, skh, DIM, UNIT)
+    v_rows = (v, b, h, svb, svt, svh, VDIM, UNIT)
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     mx, sm, m, m_sin = load_entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
@@ -160,18 +154,18 @@ def _causal(
     rate = None if forget is None else log2_rate(forget, bh, heads)
     decay_exp = None if rate is None else token_decay_exps(rate, lane)
     # without a selection for each element, the last token's key stands for those after it
-    HIDE: tl.constexpr = CAREFUL or MASKED or tl.float32 == OPERAND or forget is not None
+    HIDE: tl.constexpr = CAREFUL or mask is not None or tl.float32 == OPERAND or forget is not None
     if not CAREFUL:
         if final:
-            x = load_keys(k, b, h, begin + lane, kc, length, skb, skt, skh, DIM, UNIT)
-            x = hide(x, valid_tokens(mask, b, begin + lane, length, length, MASKED))
+            x = load_keys(k_rows, begin + lane, kc, length)
+            x = hide(x, valid_tokens(mask, b, begin + lane, length, length))
             anchor = tl.maximum(mx, tl.max(x, 0))
             tl.store(after, anchor, inside)
         else:
             anchor = tl.load(after, mask=inside, other=float("-inf"))
         mx, sm, m, m_sin = to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
         if forget is None:
-            lost = unserved(k, mask, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED)
+            lost = unserved(k_rows, mask, begin, length, mx, sm, kc)
         else:
             fall = tl.exp2(rate * -BL)
             enter = tl.exp2(rate * BL - decay_exp_until(rate, begin, None, BL))  # falls once more in a chunk
@@ -186,13 +180,13 @@ def _causal(
             else:
                 run, m, m_sin = run * fall, m * fall, m_sin * fall
         t = first + lane
-        valid = valid_tokens(mask, b, t, length, length, MASKED)
-        x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
+        valid = valid_tokens(mask, b, t, length, length)
+        x = load_keys(k_rows, t, kc, length)
         if HIDE:
             x = hide(x, valid)
-        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
-        x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
-        _, cos, sin = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+        y = load(v_rows, t, vc, valid)
+        x_q = load(q_rows, t, kc, t < length).to(tl.float32)
+        _, cos, sin = rotation(freqs, t, kc, ANGLES)
         score = tl.zeros((BL, BL), tl.float32)
         if CAREFUL:
             phi, _ = silu(x_q)
@@ -202,10 +196,10 @@ def _causal(
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, PRODUCT)
                 f = phi * inverse
                 from_entry += f * entered[None, :]
-                score = scores(f, low, cos, sin, score, KIND, OPERAND, PRECISION)
+                score = scores(f, low, cos, sin, score, KIND, PRODUCT)
                 anchor = next_anchor(x, decay_exp, mx, todo)
             p, carry = weight(x, best[None, :], decay_exp), weight(mx, best)
             sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
@@ -214,19 +208,19 @@ def _causal(
             p = powers(x, mx, OPERAND, decay_exp)
             p = pinned(p.to(OPERAND) if KIND == 0 else p)
             # a segment with sums below TINY is computed again, so they may be anything here
-            s = dot(ones, p, run, OPERAND, PRECISION)
+            s = dot(ones, p, run, PRODUCT)
             from_entry = silu_over(x_q, s)
             if forget is not None:
                 worst = tl.maximum(worst, tl.abs(s.to(tl.int32, bitcast=True) - MIDDLE))
-            run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
-            score = scores(from_entry, p, cos, sin, score, KIND, OPERAND, PRECISION)
+            run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, PRODUCT)
+            score = scores(from_entry, p, cos, sin, score, KIND, PRODUCT)
         o = tl.zeros((BL, BV), tl.float32)
-        o = read_memory(from_entry, m, m_sin, cos, sin, o, KIND, OPERAND, PRECISION)
+        o = read_memory(from_entry, m, m_sin, cos, sin, o, KIND, PRODUCT)
         score = tl.where(lane[:, None] >= lane[None, :], score, 0.0)
-        o = dot(score, y, o, OPERAND, PRECISION)
+        o = dot(score, y, o, PRODUCT)
         if CAREFUL:
             m, m_sin = m * carry[None, :], m_sin * carry[None, :]
-        m, m_sin = gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
+        m, m_sin = gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, PRODUCT)
         to = out + dense(b, h, t, vc, length, heads, VDIM)
         tl.store(to, o.to(out.dtype.element_ty), (t < length)[:, None] & (vc < VDIM)[None, :])
     if forget is not None:
@@ -245,7 +239,7 @@ def _causal(
             sm = tl.max(run, 0)  # all rows are the same
             if not HIDE:
                 t = end - 1 + tl.zeros((1,), tl.int32)
-                x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
+                x = load_keys(k_rows, t, kc, length)
                 p = powers(x, mx, OPERAND).to(OPERAND).to(tl.float32)
                 sm -= tl.max(p, 0) * (tl.cdiv(end - begin, BL) * BL - (end - begin))
             lost = tl.maximum(lost, tl.max((inside & ~(sm < 1e25)).to(tl.int32), 0))
@@ -307,10 +301,9 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, position: FlatPosition)
         VDIM=vdim,
         BK=pad(dim),
         BV=bv,
-        MASKED=masked,
         UNIT=unit,
         **arguments(position, k),
-        **operand(k),
+        PRODUCT=operand(k),
     )
     plain, careful = (
         Launch(_causal, (rows, parts), BL=c.chunk, CAREFUL=c is CAREFUL, **common, **c.options())

@@ -115,31 +115,25 @@ def _causal_dkv(
     BV: tl.constexpr,
     BL: tl.constexpr,
     CAREFUL: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
+    ANGLES: tl.constexpr,
     LEARN: tl.constexpr,
-    MASKED: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Compute dk and dv of a segment, backward in time, from its later queries and from gradients
     of later segments, carried as an adjoint State in units of the State's maximum."""
+    KIND: tl.constexpr = ANGLES[0]
+    OPERAND: tl.constexpr = PRODUCT[0]
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     if CAREFUL:
         if tl.load(flag + bh * parts + part) == 0:
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, None, b, prefix, kc, ANGLES)
+    q_rows, k_rows = (q, b, h, sqb, sqt, sqh, DIM, UNIT), (k, b, h, skb, skt, skh, DIM, UNIT)
+    v_rows, dout_rows = (v, b, h, svb, svt, svh, VDIM, UNIT), (dout, b, h, sob, sot, soh, VDIM, UNIT)
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     inside = kc < DIM
     dsum, acc = tl.zeros((BL, BK), tl.float32), tl.zeros((BV, BK), tl.float32)
@@ -170,18 +164,18 @@ def _causal_dkv(
         if CAREFUL:
             mx = tl.load(chunk_top + chunk, mask=inside, other=float("-inf"))
         sm = tl.load(chunk_total + chunk, mask=inside, other=1.0)
-        valid = valid_tokens(mask, b, t, length, length, MASKED)
-        x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
-        if MASKED or forget is not None:
+        valid = valid_tokens(mask, b, t, length, length)
+        x = load_keys(k_rows, t, kc, length)
+        if mask is not None or forget is not None:
             x = hide(x, valid)
-        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
-        do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
-        x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
+        y = load(v_rows, t, vc, valid)
+        do = load(dout_rows, t, vc, t < length)
+        x_q = load(q_rows, t, kc, t < length).to(tl.float32)
         to = dense(b, h, t, kc, length, heads, DIM)
         valid_k = (t < length)[:, None] & inside[None, :]
         g = tl.load(dphi + to, mask=valid_k, other=0.0).to(tl.float32)
-        at_axis, cos, sin = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
-        pair = dot(y, tl.trans(do), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
+        at_axis, cos, sin = rotation(freqs, t, kc, ANGLES)
+        pair = dot(y, tl.trans(do), tl.zeros((BL, BL), tl.float32), PRODUCT)
         pair = tl.where(later, pair, 0.0).to(OPERAND)
         zero = tl.zeros((BL, BK), tl.float32)
         score = tl.zeros((BL, BL), tl.float32)
@@ -203,9 +197,9 @@ def _causal_dkv(
                 fall = tl.exp2(-lag)
                 acc, acc_sin, dsum = acc * fall, acc_sin * fall, dsum * fall
         p = materialized(powers(x, best, OPERAND, decay_exp))
-        d, d_sin = dot(y, acc, zero, OPERAND, PRECISION), zero
+        d, d_sin = dot(y, acc, zero, PRODUCT), zero
         if KIND != 0:
-            d_sin = dot(y, acc_sin, zero, OPERAND, PRECISION)
+            d_sin = dot(y, acc_sin, zero, PRODUCT)
         if CAREFUL:
             d, d_sin, down = d * p, d_sin * p, dsum * p
             todo = (lane >= 0)[:, None] & inside[None, :]
@@ -214,20 +208,20 @@ def _causal_dkv(
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, PRODUCT)
                 f = phi * inverse
-                score = scores(low, f, cos, sin, score, KIND, OPERAND, PRECISION)
-                e, e_sin = gather(pair, f, cos, sin, zero, zero, KIND, OPERAND, PRECISION)
+                score = scores(low, f, cos, sin, score, KIND, PRODUCT)
+                e, e_sin = gather(pair, f, cos, sin, zero, zero, KIND, PRODUCT)
                 d += e * low
                 d_sin += e_sin * low
-                down += low * dot(later_tokens, g * f, zero, OPERAND, PRECISION)
+                down += low * dot(later_tokens, g * f, zero, PRODUCT)
                 from_entry += f * entered[None, :]
                 anchor = next_anchor(x, decay_exp, mx, todo)
         else:
-            from_entry = silu_over(x_q, dot(ones, p, zero + sm[None, :], OPERAND, PRECISION))
-            score = scores(p, from_entry, cos, sin, score, KIND, OPERAND, PRECISION)
-            d, d_sin = gather(pair, from_entry, cos, sin, d, d_sin, KIND, OPERAND, PRECISION)
-            down = dot(later_tokens, g * from_entry, dsum, OPERAND, PRECISION)
+            from_entry = silu_over(x_q, dot(ones, p, zero + sm[None, :], PRODUCT))
+            score = scores(p, from_entry, cos, sin, score, KIND, PRODUCT)
+            d, d_sin = gather(pair, from_entry, cos, sin, d, d_sin, KIND, PRODUCT)
+            down = dot(later_tokens, g * from_entry, dsum, PRODUCT)
             d, d_sin, down = d * p, d_sin * p, down * p
         grad = rope_backward(d, d_sin, cos, sin, KIND) - down
         tl.store(dk + to, grad.to(dk.dtype.element_ty), valid_k)
@@ -235,8 +229,8 @@ def _causal_dkv(
             angle = tl.sum(from_origin(freqs, at_axis) * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         dy = tl.zeros((BL, BV), tl.float32)
-        dy = read_memory(p, acc, acc_sin, cos, sin, dy, KIND, OPERAND, PRECISION)
-        dy = dot(tl.where(later, score, 0.0), do, dy, OPERAND, PRECISION)
+        dy = read_memory(p, acc, acc_sin, cos, sin, dy, KIND, PRODUCT)
+        dy = dot(tl.where(later, score, 0.0), do, dy, PRODUCT)
         to = dense(b, h, t, vc, length, heads, VDIM)
         in_tile = (t < length)[:, None] & (vc < VDIM)[None, :]
         tl.store(dv + to, tl.where(valid[:, None], dy, 0.0).to(dv.dtype.element_ty), in_tile)
@@ -244,9 +238,9 @@ def _causal_dkv(
             acc, acc_sin = acc * carry[None, :], acc_sin * carry[None, :]
             dsum *= carry[None, :]
             unit = mx
-        acc, acc_sin = gather(tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION)
+        acc, acc_sin = gather(tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, PRODUCT)
         # the sum in every row, by a product that costs less than an exchange
-        dsum = dot(tl.full((BL, BL), 1.0, OPERAND), g * from_entry, dsum, OPERAND, PRECISION)
+        dsum = dot(tl.full((BL, BL), 1.0, OPERAND), g * from_entry, dsum, PRODUCT)
 
 
 Pair = tuple[Launch, Launch]
@@ -274,10 +268,9 @@ def _plan(
         BV=bv,
         BL=chosen.dq.chunk,
         LEARN=learn,
-        MASKED=masked,
         UNIT=unit,
         **arguments(position, k),
-        **operand(k),
+        PRODUCT=operand(k),
     )
 
     def forms(kernel: Any, chunks: Chunks) -> Pair:

@@ -83,24 +83,18 @@ def _causal_dq(
     BV: tl.constexpr,
     BL: tl.constexpr,
     CAREFUL: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
+    ANGLES: tl.constexpr,
     LEARN: tl.constexpr,
-    MASKED: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Compute dq, forward in time, by dphi_t = memory_t dout_t, and what the segment's queries add
     to the gradients of the State before it (unless `dsums` is None).
 
     Also stores dphi and each chunk's (max, sum) for `_causal_dkv`.
     """
+    KIND: tl.constexpr = ANGLES[0]
+    OPERAND: tl.constexpr = PRODUCT[0]
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     begin, end = part * span, min(part * span + span, length)
@@ -108,10 +102,10 @@ def _causal_dq(
         if tl.load(flag + bh * parts + part) == 0:
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, None, b, prefix, kc, ANGLES)
+    q_rows, k_rows = (q, b, h, sqb, sqt, sqh, DIM, UNIT), (k, b, h, skb, skt, skh, DIM, UNIT)
+    v_rows, dout_rows = (v, b, h, svb, svt, svh, VDIM, UNIT), (dout, b, h, sob, sot, soh, VDIM, UNIT)
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     mx, sm, m, m_sin = load_entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
     entry_top, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
@@ -147,20 +141,20 @@ def _causal_dq(
         else:  # all rows are the same
             row = chunk_total + chunk[None, :] + lane[:, None] * 0
             tl.store(row, run, (lane == 0)[:, None] & inside[None, :])
-        valid = valid_tokens(mask, b, t, length, length, MASKED)
-        x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
-        if MASKED or forget is not None:
+        valid = valid_tokens(mask, b, t, length, length)
+        x = load_keys(k_rows, t, kc, length)
+        if mask is not None or forget is not None:
             x = hide(x, valid)
-        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
-        do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
-        x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
-        at_axis, cos, sin = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
-        pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
+        y = load(v_rows, t, vc, valid)
+        do = load(dout_rows, t, vc, t < length)
+        x_q = load(q_rows, t, kc, t < length).to(tl.float32)
+        at_axis, cos, sin = rotation(freqs, t, kc, ANGLES)
+        pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), PRODUCT)
         pair = tl.where(lane[:, None] >= lane[None, :], pair, 0.0).to(OPERAND)
         zero = tl.zeros((BL, BK), tl.float32)
-        far, far_sin = dot(do, m, zero, OPERAND, PRECISION), zero
+        far, far_sin = dot(do, m, zero, PRODUCT), zero
         if KIND != 0:
-            far_sin = dot(do, m_sin, zero, OPERAND, PRECISION)
+            far_sin = dot(do, m_sin, zero, PRODUCT)
         if CAREFUL:
             phi, slope = silu(x_q)
             best = tl.maximum(mx, tl.max(decayed(x, decay_exp), 0))
@@ -169,9 +163,9 @@ def _causal_dq(
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, PRODUCT)
                 e, e_sin = gather(
-                    pair, low, cos, sin, far * entered[None, :], far_sin * entered[None, :], KIND, OPERAND, PRECISION
+                    pair, low, cos, sin, far * entered[None, :], far_sin * entered[None, :], KIND, PRODUCT
                 )
                 d += e * inverse
                 d_sin += e_sin * inverse
@@ -181,10 +175,10 @@ def _causal_dq(
         else:
             p = powers(x, mx, OPERAND, decay_exp)
             p = pinned(p.to(OPERAND) if KIND == 0 else p)
-            d, d_sin = gather(pair, p, cos, sin, far, far_sin, KIND, OPERAND, PRECISION)
-            s = dot(ones, p, run, OPERAND, PRECISION)
+            d, d_sin = gather(pair, p, cos, sin, far, far_sin, KIND, PRODUCT)
+            s = dot(ones, p, run, PRODUCT)
             phi, slope, inverse, from_entry = silu_and_over(x_q, s)
-            run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
+            run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, PRODUCT)
             d, d_sin = d * inverse, d_sin * inverse
         grad = rope_backward(d, d_sin, cos, sin, KIND)
         to = dense(b, h, t, kc, length, heads, DIM)
@@ -208,8 +202,8 @@ def _causal_dq(
                 if forget is not None:
                     from_entry *= tl.exp2(-since)
                 spread += from_entry * grad
-            acc, acc_sin = gather(tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION)
-        m, m_sin = gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
+            acc, acc_sin = gather(tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, PRODUCT)
+        m, m_sin = gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, PRODUCT)
     if dsums is not None:
         if not CAREFUL:
             rescale = fall_to(entry_top, mx, OPERAND)

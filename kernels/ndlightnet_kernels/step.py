@@ -43,14 +43,9 @@ def _step(
     VDIM: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
+    ANGLES: tl.constexpr,
 ):
+    KIND: tl.constexpr = ANGLES[0]
     bh = tl.program_id(0).to(tl.int64)
     c, vc = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     inside, inside_v = c < DIM, vc < VDIM
@@ -71,25 +66,10 @@ def _step(
         o = tl.sum(f[:, None] * m, 0)
     else:
         t = tl.zeros((1,), tl.int32)
-        sizes = (n1, n2, n3, n4, n5, n6, n7)
-        freqs = slot_frequencies(
-            theta,
-            offset,
-            None,
-            bh // heads,
-            each,
-            prefix,
-            bh % heads * per_head,
-            sizes,
-            c,
-            KIND,
-            AXES,
-            SLOTS,
-            OFFSET,
-            TOTAL,
-        )
-        at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
-        cos, sin = cos_sin(freqs, at_axis, WIDE)
+        angles = (theta, offset, each, bh % heads * per_head, (n1, n2, n3, n4, n5, n6, n7))
+        freqs = slot_frequencies(angles, None, bh // heads, prefix, c, ANGLES)
+        at_axis = coordinates(freqs, t, ANGLES)
+        cos, sin = cos_sin(freqs, at_axis, ANGLES)
         cos, sin = tl.max(cos, 0), tl.max(sin, 0)  # there is one row
         m += (p * cos)[:, None] * y[None, :]
         o = tl.sum((f * cos)[:, None] * m, 0)
@@ -107,7 +87,7 @@ def _step(
 def _plan(k: Tensor, vdim: int, position: FlatPosition) -> Launch:
     batch, heads, dim = k.shape
     bk, bv = pad(dim), min(pad(vdim), 32)
-    given = arguments(position, k) | {"WIDE": True}
+    given = arguments(position, k, wide=True)
     return Launch(
         _step, (batch * heads, cdiv(vdim, bv)), heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv, **given, num_warps=4
     )
