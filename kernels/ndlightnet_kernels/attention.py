@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels import phases
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
 from ndlightnet_kernels.plans import operand_bytes, plan, split_count
 from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import merge_launch, reciprocal_sum
-from ndlightnet_kernels.summarize import KV, _summarize
+from ndlightnet_kernels.summarize import _summarize
 from ndlightnet_kernels.tiles import (
+    SIZES,
     arguments,
     cdiv,
     dense,
@@ -29,7 +29,6 @@ from ndlightnet_kernels.tiles import (
     form,
     interleave,
     load,
-    operand,
     pad,
     part_at,
     processors,
@@ -38,7 +37,6 @@ from ndlightnet_kernels.tiles import (
     second_channels,
     silu,
     split,
-    strides,
 )
 
 
@@ -72,7 +70,7 @@ def _load_query(q_rows, t, c, valid, KIND: tl.constexpr):
     return x1, x2
 
 
-@triton.jit(do_not_specialize=["length", "span", "heads", "per_head", "sqb", "sqt", "sqh", *phases.SIZES])
+@triton.jit(do_not_specialize=SIZES)
 def _read(
     q,
     total,
@@ -150,10 +148,9 @@ Sizes = tuple[int, ...]
 
 
 def _summarize_plan(
-    k: Tensor, v: Tensor, masked: bool, position: FlatPosition, segments: tuple[int, int] | None
+    k: Tensor, v: Tensor, position: FlatPosition, segments: tuple[int, int] | None
 ) -> tuple[Launch, Sizes, Sizes]:
     """Return the launch, and sizes of sums and of memories."""
-    strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), position.width(dim)
     chosen = plan("summarize", pad(width), bv, position.kind, operand_bytes(k))
@@ -170,35 +167,15 @@ def _summarize_plan(
         parts *= each
     # tokens that a program's threads load at once: sums within a thread need no exchange
     together = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
-    launch = Launch(
-        _summarize,
-        (rows, parts),
-        length=length,
-        span=span,
-        parts=parts,
-        per_segment=each,
-        heads=heads,
-        **dict(zip(KV, strided, strict=True)),
-        DIM=dim,
-        VDIM=vdim,
-        BK=bk,
-        BV=bv,
-        BL=block,
-        BLOCKS=blocks,
-        UNIT=unit,
-        STAGES=chosen.stages,
-        ROWS=together,
-        **arguments(position, k),
-        PRODUCT=operand(k),
-        **chosen.options(),
-    )
+    sizes = {"span": span, "parts": parts, "per_segment": each, "BK": bk, "BV": bv, "BLOCKS": blocks, "ROWS": together}
+    launch = Launch(_summarize, (rows, parts), **sizes, **arguments(position, vdim, k=k, v=v), **chosen.options())
     rows = batch * heads
     return launch, (rows, parts, dim), (rows, parts, halves * dim, vdim)
 
 
 def parts_of_segments(k: Tensor, v: Tensor, position: FlatPosition, segments: tuple[int, int]) -> int:
     """Return how many parts `summarize_splits` makes of `segments`, (number, tokens) of segments."""
-    return _summarize_plan(dense_rows(k), dense_rows(v), False, position, segments)[1][1]
+    return _summarize_plan(dense_rows(k), dense_rows(v), position, segments)[1][1]
 
 
 def summarize_splits(
@@ -212,10 +189,9 @@ def summarize_splits(
     """Return States (batch * heads, parts, ...) of as many parts as suit the card; with `segments`,
     (number, tokens) of segments, of as many parts of each segment. forget: decay rate of each head
     for a token, float32; weights are then those at the segment's last token."""
-    k, v, masked = dense_rows(k), dense_rows(v), mask is not None
+    k, v = dense_rows(k), dense_rows(v)
     launch, sums, memories = remembered(
-        ("summarize", form(k, v), masked, position.key, segments),
-        lambda: _summarize_plan(k, v, masked, position, segments),
+        ("summarize", form(k, v), position.key, segments), lambda: _summarize_plan(k, v, position, segments)
     )
     top, total, memory = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
     tables = position.splits, position.shapes
@@ -238,7 +214,6 @@ def summarize(k: Tensor, v: Tensor, mask: Tensor | None, position: FlatPosition)
 
 
 def _read_plan(q: Tensor, vdim: int, position: FlatPosition) -> Launch:
-    strided, unit = strides(q)
     batch, length, heads, dim = q.shape
     bk, bv = pad(position.width(dim)), pad(vdim)
     # the features of a query are read whole, so here the cut is along the values
@@ -248,25 +223,9 @@ def _read_plan(q: Tensor, vdim: int, position: FlatPosition) -> Launch:
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
     if position.splits is not None:
         parts = position.splits.shape[0]
-    return Launch(
-        _read,
-        (batch * heads * blocks, parts),
-        length=length,
-        span=span,
-        heads=heads,
-        **dict(zip(("sqb", "sqt", "sqh"), strided, strict=True)),
-        DIM=dim,
-        VDIM=vdim,
-        BK=bk,
-        BV=bv,
-        BL=block,
-        BLOCKS=blocks,
-        UNIT=unit,
-        STAGES=chosen.stages,
-        **arguments(position, q),
-        PRODUCT=operand(q),
-        **chosen.options(),
-    )
+    sizes = {"span": span, "BK": bk, "BV": bv, "BLOCKS": blocks}
+    grid = (batch * heads * blocks, parts)
+    return Launch(_read, grid, **sizes, **arguments(position, vdim, q=q), **chosen.options())
 
 
 def read(q: Tensor, total: Tensor, memory: Tensor, position: FlatPosition) -> Tensor:

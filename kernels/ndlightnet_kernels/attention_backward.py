@@ -16,8 +16,9 @@ from ndlightnet_kernels.phases import coordinates, cos_sin, cos_sin_once, from_o
 from ndlightnet_kernels.plans import operand_bytes, plan
 from ndlightnet_kernels.position import KINDS, FlatPosition
 from ndlightnet_kernels.segments import join_grads
-from ndlightnet_kernels.summarize import KV, SIZES, _keys
+from ndlightnet_kernels.summarize import _keys
 from ndlightnet_kernels.tiles import (
+    SIZES,
     arguments,
     cdiv,
     deinterleave,
@@ -29,7 +30,6 @@ from ndlightnet_kernels.tiles import (
     form,
     interleave,
     load,
-    operand,
     pad,
     part_at,
     powers,
@@ -40,13 +40,12 @@ from ndlightnet_kernels.tiles import (
     scratch,
     silu,
     split,
-    strides,
     theta_grad,
     valid_tokens,
 )
 
 
-@triton.jit(do_not_specialize=[*SIZES, "sqb", "sqt", "sqh", "sob", "sot", "soh"])
+@triton.jit(do_not_specialize=SIZES)
 def _read_backward(
     q,
     dout,
@@ -86,7 +85,6 @@ def _read_backward(
     BL: tl.constexpr,
     BLOCKS: tl.constexpr,
     ANGLES: tl.constexpr,
-    LEARN: tl.constexpr,
     UNIT: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -127,7 +125,7 @@ def _read_backward(
             slope2 = slope1
             if KIND == 2:
                 x2, slope2 = silu(x2)
-            if LEARN or KIND == 1:
+            if dtheta is not None or KIND == 1:
                 cos, sin = cos_sin_once(freqs, t, ANGLES)
             else:
                 cos, sin = cos_sin(freqs, coordinates(freqs, t, ANGLES), ANGLES)
@@ -139,10 +137,10 @@ def _read_backward(
             tl.store(to, (d1 * slope1).to(dq.dtype.element_ty), in_tile)
             if KIND == 2:
                 tl.store(to + WIDTH, (d2 * slope2).to(dq.dtype.element_ty), in_tile)
-            if LEARN:
+            if dtheta is not None:
                 at_axis = from_origin(freqs, coordinates(freqs, t, ANGLES))
                 learnt += rows_added(at_axis * (fa * db - fb * da))
-    if LEARN:
+    if dtheta is not None:
         at = dtheta + (bh * parts + slot) * WIDTH + c
         tl.store(at, tl.sum(tl.sum(learnt, 0), 0), c < WIDTH)
     to = dmemories + ((bh * parts + slot) * (HALVES * WIDTH) + c)[None, :] * VDIM + vc[:, None]
@@ -190,13 +188,14 @@ def _grads(
 
 
 @triton.jit
-def _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile, kc, ANGLES, LEARN, PRODUCT):
+def _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile, kc, ANGLES, PRODUCT):
     """Store dk of some channels of a tile of tokens; return dy plus what these add to it."""
     KIND: tl.constexpr = ANGLES[0]
     SLOTS: tl.constexpr = ANGLES[2]
     OPERAND: tl.constexpr = PRODUCT[0]
     HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
-    (t, valid, inside, end), (length, heads, dim) = tokens, size
+    t, valid, inside, end = tokens
+    length, heads, dim = size
     b, h, width = k_rows[1], k_rows[2], k_rows[6]
     g, mx, dsum, mx2, dsum2 = grads
     x, x2 = _keys(k_rows, mask, t, kc, valid, end, KIND)
@@ -225,14 +224,14 @@ def _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile
         else:
             twist = p * (cos * db - sin * da)
     tl.store(to, (p * (dp + dsum[None, :])).to(dk.dtype.element_ty), in_tile)
-    if LEARN:  # a sum for each tile: one of all tiles would not fit in registers
+    if dtheta is not None:  # a sum for each tile: one of all tiles would not fit in registers
         at_axis = from_origin(freqs, coordinates(freqs, t, ANGLES))
         at = dtheta + tile * width + kc
         tl.store(at, tl.sum(at_axis * twist, 0), kc < width)
     return dot(f, tl.trans(g), dy, PRODUCT)
 
 
-@triton.jit(do_not_specialize=[*(s for s in SIZES if s != "parts"), "tiles", *KV])
+@triton.jit(do_not_specialize=SIZES)
 def _summarize_backward(
     k,
     v,
@@ -274,7 +273,6 @@ def _summarize_backward(
     BL: tl.constexpr,
     BLOCKS: tl.constexpr,
     ANGLES: tl.constexpr,
-    LEARN: tl.constexpr,
     UNIT: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -301,17 +299,13 @@ def _summarize_backward(
         y = load(v_rows, t, vc, valid)
         dy = tl.zeros((BL, BV), tl.float32)
         if BLOCKS == 1:
-            dy = _key_block(
-                k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile, kc, ANGLES, LEARN, PRODUCT
-            )
+            dy = _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile, kc, ANGLES, PRODUCT)
         else:  # a head wider than a tile: its memory does not stay on chip
             for block in tl.range(0, BLOCKS, num_stages=1):
                 c = block * BK + kc
                 some = _grads(top, dtotal, dmemory, state, c, vc, DIM, VDIM, KIND, OPERAND)
                 its = slot_frequencies(angles, shapes, row, base, c, ANGLES)
-                dy = _key_block(
-                    k_rows, mask, dk, dtheta, y, dy, some, its, tokens, size, tile, c, ANGLES, LEARN, PRODUCT
-                )
+                dy = _key_block(k_rows, mask, dk, dtheta, y, dy, some, its, tokens, size, tile, c, ANGLES, PRODUCT)
         if mask is not None:
             dy = tl.where(valid[:, None], dy, 0.0)
         to = dv + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
@@ -326,7 +320,6 @@ def _read_plan(
     q: Tensor, dout: Tensor, vdim: int, position: FlatPosition, learn: bool
 ) -> tuple[Launch, Launch, Sizes, Sizes]:
     """Return the two launches, and sizes of gradients of memories and of angles."""
-    strided, unit = strides(q, dout)
     batch, length, heads, dim = q.shape
     width, halves, bv = position.width(dim), position.halves, pad(vdim)
     chosen = plan("read_backward", pad(width), bv, position.kind, operand_bytes(q), learn)
@@ -335,40 +328,13 @@ def _read_plan(
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
     if position.splits is not None:
         parts = position.splits.shape[0]
-    launch = Launch(
-        _read_backward,
-        (batch * heads * blocks, parts),
-        length=length,
-        span=span,
-        parts=parts,
-        heads=heads,
-        **dict(zip(("sqb", "sqt", "sqh", "sob", "sot", "soh"), strided, strict=True)),
-        DIM=dim,
-        VDIM=vdim,
-        BK=bk,
-        BV=bv,
-        BL=block,
-        BLOCKS=blocks,
-        LEARN=learn,
-        UNIT=unit,
-        STAGES=chosen.stages,
-        **arguments(position, q),
-        PRODUCT=operand(q),
-        **chosen.options(),
-    )
+    counts = {"parts": parts, "span": span, "BK": bk, "BV": bv, "BLOCKS": blocks}
+    grid = (batch * heads * blocks, parts)
+    launch = Launch(_read_backward, grid, **counts, **arguments(position, vdim, q=q, o=dout), **chosen.options())
     some = max(1, 256 // bv)
-    join = Launch(
-        join_grads,
-        (position.samples(batch) * heads, cdiv(width, some)),
-        parts=parts,
-        heads=heads,
-        DIM=dim,
-        VDIM=vdim,
-        BV=bv,
-        KIND=KINDS[position.kind],
-        BC=some,
-        num_warps=2,
-    )
+    tile = {"DIM": dim, "VDIM": vdim, "BV": bv, "KIND": KINDS[position.kind], "BC": some}
+    grid = (position.samples(batch) * heads, cdiv(width, some))
+    join = Launch(join_grads, grid, parts=parts, heads=heads, **tile, num_warps=2)
     sizes = (batch * heads, parts, halves * width, vdim)
     return launch, join, sizes, (batch, heads, parts, width)
 
@@ -392,9 +358,8 @@ def read_backward(
     return dq, dtotal, dmemory, theta_grad(q, partial_dtheta)
 
 
-def _summarize_plan(k: Tensor, v: Tensor, masked: bool, position: FlatPosition, learn: bool) -> tuple[Launch, Sizes]:
+def _summarize_plan(k: Tensor, v: Tensor, position: FlatPosition, learn: bool) -> tuple[Launch, Sizes]:
     """Return the launch, and sizes of gradients of angles."""
-    strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), position.width(dim)
     chosen = plan("summarize_backward", pad(width), bv, position.kind, operand_bytes(k), learn)
@@ -404,27 +369,9 @@ def _summarize_plan(k: Tensor, v: Tensor, masked: bool, position: FlatPosition, 
     if position.splits is not None:
         parts, span = position.splits.shape[0], position.span
         tiles = parts * cdiv(span, block)
-    launch = Launch(
-        _summarize_backward,
-        (batch * heads, parts),
-        length=length,
-        span=span,
-        tiles=tiles,
-        heads=heads,
-        **dict(zip(KV, strided, strict=True)),
-        DIM=dim,
-        VDIM=vdim,
-        BK=bk,
-        BV=bv,
-        BL=block,
-        BLOCKS=cdiv(width, bk),
-        LEARN=learn,
-        UNIT=unit,
-        STAGES=chosen.stages,
-        **arguments(position, k),
-        PRODUCT=operand(k),
-        **chosen.options(),
-    )
+    sizes = {"span": span, "tiles": tiles, "BK": bk, "BV": bv, "BLOCKS": cdiv(width, bk)}
+    grid = (batch * heads, parts)
+    launch = Launch(_summarize_backward, grid, **sizes, **arguments(position, vdim, k=k, v=v), **chosen.options())
     return launch, (batch, heads, tiles, width)
 
 
@@ -439,10 +386,9 @@ def summarize_backward(
     learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of k, v, and of theta (heads, slots; empty if not wanted)."""
-    k, v, masked = dense_rows(k), dense_rows(v), mask is not None
+    k, v = dense_rows(k), dense_rows(v)
     launch, angles = remembered(
-        ("summarize_backward", form(k, v), masked, position.key, learn),
-        lambda: _summarize_plan(k, v, masked, position, learn),
+        ("summarize_backward", form(k, v), position.key, learn), lambda: _summarize_plan(k, v, position, learn)
     )
     dk, dv = dense_empty(k), dense_empty(v)
     partial_dtheta = scratch(k, *angles) if learn else None

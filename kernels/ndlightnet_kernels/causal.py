@@ -20,7 +20,7 @@ fill the card, a whole row is one segment.
 # (a jit function builds its tuples of tensors step by step)
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,6 @@ from torch import Tensor
 from ndlightnet_kernels import attention
 from ndlightnet_kernels.causal_chunks import (
     MIDDLE,
-    QKV,
     RANGE,
     STEEP,
     at_level,
@@ -52,11 +51,10 @@ from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import pinned, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, causal, fills, plan_segments
 from ndlightnet_kernels.position import FlatPosition
-from ndlightnet_kernels.segments import log2_rate, prefix_states
-from ndlightnet_kernels.summarize import SIZES
+from ndlightnet_kernels.segments import log2_rate, memory_launch, prefix_states
 from ndlightnet_kernels.tiles import (
+    SIZES,
     arguments,
-    cdiv,
     dense,
     dense_rows,
     dot,
@@ -65,19 +63,17 @@ from ndlightnet_kernels.tiles import (
     hide,
     load,
     load_keys,
-    operand,
     pad,
     powers,
     scratch,
     silu,
     slip,
-    strides,
     valid_tokens,
     weight,
 )
 
 
-@triton.jit(do_not_specialize=SIZES + QKV)
+@triton.jit(do_not_specialize=SIZES)
 def _causal(
     q,
     k,
@@ -268,45 +264,18 @@ class Segments(NamedTuple):
     forms: tuple[Launch, Launch]
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, position: FlatPosition) -> Segments:
-    strided, unit = strides(q, k, v)
-    (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
+def _plan(q: Tensor, k: Tensor, v: Tensor, position: FlatPosition) -> Segments:
+    (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
     parts, span = plan_segments(k, vdim, position.kind)
-    bv, rows, halves = pad(vdim), batch * heads, position.halves
-    some, segments, each = max(1, 256 // bv), None, 1
+    rows, segments, each = batch * heads, None, 1
     if not fills(k, vdim, position.kind):
         segments = (parts - 1, span)
         each = attention.parts_of_segments(k, v, position, segments) // max(1, parts - 1)
-    merge = Launch(
-        prefix_states,
-        (rows, cdiv(halves * dim, some)),
-        parts=parts - 1,
-        per_segment=each,
-        span=span,
-        heads=heads,
-        DIM=dim,
-        VDIM=vdim,
-        BV=bv,
-        HALVES=halves,
-        BC=some,
-        num_warps=2,
-    )
-    common: dict[str, Any] = dict(
-        zip(QKV, strided, strict=True),
-        length=length,
-        span=span,
-        parts=parts,
-        heads=heads,
-        DIM=dim,
-        VDIM=vdim,
-        BK=pad(dim),
-        BV=bv,
-        UNIT=unit,
-        **arguments(position, k),
-        PRODUCT=operand(k),
-    )
+    counts = {"parts": parts - 1, "per_segment": each, "span": span, "heads": heads}
+    merge = memory_launch(prefix_states, rows, (position.halves, dim, vdim), **counts)
+    sizes = {"span": span, "parts": parts, "BK": pad(dim), "BV": pad(vdim), **arguments(position, vdim, q=q, k=k, v=v)}
     plain, careful = (
-        Launch(_causal, (rows, parts), BL=c.chunk, CAREFUL=c is CAREFUL, **common, **c.options())
+        Launch(_causal, (rows, parts), BL=c.chunk, CAREFUL=c is CAREFUL, **sizes, **c.options())
         for c in (causal(k, vdim, position.kind).forward, CAREFUL)
     )
     return Segments(parts, segments, merge, (plain, careful))
@@ -325,18 +294,15 @@ def forward(
     the backward the States before each segment (batch * heads, segments, ...), with one more max
     after the last one, and flags. state: (max, sum, memory), or three None for an empty State.
     forget: decay rate of each head for a token, (heads,) float32, or None."""
-    q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), mask is not None
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
     halves, rows = position.halves, batch * heads
     dtypes = tuple(x is not None and x.dtype for x in state)
     parts, segments, merge, forms = remembered(
-        ("causal", form(q, k, v), masked, dtypes, position.key), lambda: _plan(q, k, v, masked, position)
+        ("causal", form(q, k, v), dtypes, position.key), lambda: _plan(q, k, v, position)
     )
-    entry = (
-        scratch(k, rows, parts + 1, dim),
-        scratch(k, rows, parts, dim),
-        scratch(k, rows, parts, halves * dim, vdim),
-    )
+    top, total = scratch(k, rows, parts + 1, dim), scratch(k, rows, parts, dim)
+    entry = top, total, scratch(k, rows, parts, halves * dim, vdim)
     states: tuple[Tensor | None, ...] = (None, None, None)
     if segments is not None:
         states = attention.summarize_splits(k, v, mask, position, segments, forget)

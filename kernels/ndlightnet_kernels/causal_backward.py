@@ -17,8 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels.causal_chunks import (
-    OUT,
-    QKV,
     at_level,
     decay_exp_until,
     decayed,
@@ -36,9 +34,9 @@ from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import from_origin, materialized, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, Chunks, causal, fills, plan_segments
 from ndlightnet_kernels.position import FlatPosition
-from ndlightnet_kernels.segments import log2_rate, suffix_grads
-from ndlightnet_kernels.summarize import SIZES
+from ndlightnet_kernels.segments import log2_rate, memory_launch, suffix_grads
 from ndlightnet_kernels.tiles import (
+    SIZES,
     arguments,
     cdiv,
     dense,
@@ -50,20 +48,18 @@ from ndlightnet_kernels.tiles import (
     hide,
     load,
     load_keys,
-    operand,
     pad,
     powers,
     scratch,
     silu,
     slip,
-    strides,
     theta_grad,
     valid_tokens,
     weight,
 )
 
 
-@triton.jit(do_not_specialize=SIZES + QKV + OUT)
+@triton.jit(do_not_specialize=SIZES)
 def _causal_dkv(
     q,
     k,
@@ -116,7 +112,6 @@ def _causal_dkv(
     BL: tl.constexpr,
     CAREFUL: tl.constexpr,
     ANGLES: tl.constexpr,
-    LEARN: tl.constexpr,
     UNIT: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
@@ -225,7 +220,7 @@ def _causal_dkv(
             d, d_sin, down = d * p, d_sin * p, down * p
         grad = rope_backward(d, d_sin, cos, sin, KIND) - down
         tl.store(dk + to, grad.to(dk.dtype.element_ty), valid_k)
-        if LEARN:
+        if dtheta is not None:
             angle = tl.sum(from_origin(freqs, at_axis) * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         dy = tl.zeros((BL, BV), tl.float32)
@@ -247,53 +242,24 @@ Pair = tuple[Launch, Launch]
 
 
 def _plan(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masked: bool, position: FlatPosition, learn: bool
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, position: FlatPosition
 ) -> tuple[int, int, bool, Pair, Launch, Pair]:
     """Return the numbers of segments and of chunks, whether rows alone fill the card, and the
     launches: dq, between segments, dk and dv."""
-    strided, unit = strides(q, k, v, dout)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     parts, span = plan_segments(k, vdim, position.kind)
     chosen = causal(k, vdim, position.kind)
-    bv, rows, halves = pad(vdim), batch * heads, position.halves
-    common: dict[str, Any] = dict(
-        zip(QKV + OUT, strided, strict=True),
-        length=length,
-        span=span,
-        parts=parts,
-        heads=heads,
-        DIM=dim,
-        VDIM=vdim,
-        BK=pad(dim),
-        BV=bv,
-        BL=chosen.dq.chunk,
-        LEARN=learn,
-        UNIT=unit,
-        **arguments(position, k),
-        PRODUCT=operand(k),
-    )
+    rows, sizes = batch * heads, {"span": span, "parts": parts, "BK": pad(dim), "BV": pad(vdim)}
+    sizes |= {"BL": chosen.dq.chunk, **arguments(position, vdim, q=q, k=k, v=v, o=dout)}
 
     def forms(kernel: Any, chunks: Chunks) -> Pair:
         plain, careful = (
-            Launch(kernel, (rows, parts), CAREFUL=c is CAREFUL, **common, **c.options()) for c in (chunks, CAREFUL)
+            Launch(kernel, (rows, parts), CAREFUL=c is CAREFUL, **sizes, **c.options()) for c in (chunks, CAREFUL)
         )
         return plain, careful
 
-    some = max(1, 256 // bv)
-    between = Launch(
-        suffix_grads,
-        (rows, cdiv(halves * dim, some)),
-        parts=parts,
-        length=length,
-        span=span,
-        heads=heads,
-        DIM=dim,
-        VDIM=vdim,
-        BV=bv,
-        HALVES=halves,
-        BC=some,
-        num_warps=2,
-    )
+    counts = {"parts": parts, "length": length, "span": span, "heads": heads}
+    between = memory_launch(suffix_grads, rows, (position.halves, dim, vdim), **counts)
     filled = fills(k, vdim, position.kind)
     chunks = cdiv(length, chosen.dq.chunk)
     dq, dkv = forms(_causal_dq, chosen.dq), forms(_causal_dkv, chosen.dkv)
@@ -317,10 +283,9 @@ def backward(
     """Return gradients of q, k, v, of the initial State's sum and memory (empty if not `past`:
     there was no State), and of theta (heads, slots; empty if not wanted)."""
     q, k, v, dout = map(dense_rows, (q, k, v, dout))
-    (batch, _, heads, dim), vdim, masked = k.shape, v.shape[-1], mask is not None
+    (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
     parts, chunks, filled, by_q, between, by_k = remembered(
-        ("causal_backward", form(q, k, v, dout), masked, position.key, learn),
-        lambda: _plan(q, k, v, dout, masked, position, learn),
+        ("causal_backward", form(q, k, v, dout), position.key), lambda: _plan(q, k, v, dout, position)
     )
     halves, rows = position.halves, batch * heads
     dq, dk, dv = map(dense_empty, (q, k, v))

@@ -115,10 +115,6 @@ def load_entry(
     return mx, sm, m, m_sin
 
 
-QKV = ["sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh"]
-OUT = ["sob", "sot", "soh"]
-
-
 @triton.jit
 def rotation(freqs, t, kc, ANGLES: tl.constexpr):
     """Return coordinates, cos and sin of a chunk; without MD-LRPE zeros, which are not used."""

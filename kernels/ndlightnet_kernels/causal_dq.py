@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 
 from ndlightnet_kernels.causal_chunks import (
-    OUT,
-    QKV,
     at_level,
     decay_exp_until,
     decay_state,
@@ -26,11 +24,10 @@ from ndlightnet_kernels.causal_chunks import (
 )
 from ndlightnet_kernels.phases import from_origin, pinned, slot_frequencies
 from ndlightnet_kernels.segments import log2_rate
-from ndlightnet_kernels.summarize import SIZES
-from ndlightnet_kernels.tiles import dense, dot, hide, load, load_keys, powers, silu, valid_tokens, weight
+from ndlightnet_kernels.tiles import SIZES, dense, dot, hide, load, load_keys, powers, silu, valid_tokens, weight
 
 
-@triton.jit(do_not_specialize=SIZES + QKV + OUT)
+@triton.jit(do_not_specialize=SIZES)
 def _causal_dq(
     q,
     k,
@@ -84,7 +81,6 @@ def _causal_dq(
     BL: tl.constexpr,
     CAREFUL: tl.constexpr,
     ANGLES: tl.constexpr,
-    LEARN: tl.constexpr,
     UNIT: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
@@ -185,7 +181,7 @@ def _causal_dq(
         in_tile = (t < length)[:, None] & inside[None, :]
         tl.store(dphi + to, grad.to(dphi.dtype.element_ty), in_tile)
         tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), in_tile)
-        if LEARN:
+        if dtheta is not None:
             angle = tl.sum(from_origin(freqs, at_axis) * phi * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         if CAREFUL:

@@ -27,7 +27,7 @@ class Plan(NamedTuple):
 
     def options(self) -> dict[str, int]:
         most = {"maxnreg": self.registers} if self.registers else {}
-        return {"num_warps": self.warps, **most}
+        return {"BL": self.block, "STAGES": self.stages, "num_warps": self.warps, **most}
 
 
 # Plans for heads of up to 64 and up to 128 channels. Measured on one H200 (bf16; 4 x 16384 tokens

@@ -4,6 +4,8 @@
 # (a jit function builds its tuples of tensors step by step)
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -71,30 +73,27 @@ def merge_parts(
     tl.store(memory_out + (bh * (HALVES * DIM) + row)[:, None] * VDIM + vc[None, :], acc, in_tile)
 
 
-def merge_launch(device: torch.device, samples: int, parts: int, heads: int, sizes: tuple[int, int, int]) -> Launch:
-    """Return the launch of `merge_parts` for memories of halves * dim rows and vdim columns."""
+Sizes = tuple[int, int, int]  # of a memory: its halves, dim and vdim
+
+
+def memory_launch(kernel: Any, rows: int, sizes: Sizes, elements: int = 256, **numbers: int) -> Launch:
+    """Return the launch of a kernel whose programs take some rows of a memory (halves * dim, vdim)
+    of each of `rows` States. elements: of a program."""
     halves, dim, vdim = sizes
+    some = max(1, elements // pad(vdim))
+    tile = {"DIM": dim, "VDIM": vdim, "BV": pad(vdim), "HALVES": halves, "BC": some}
+    return Launch(kernel, (rows, cdiv(halves * dim, some)), **numbers, **tile, num_warps=2)
 
-    def make() -> Launch:
-        # smaller programs where larger ones leave much of the card idle: measured on one H200
-        rows, elements = samples * heads, 256
-        if rows * halves * dim * pad(vdim) < 256 * 1024:
-            elements = 128
-        some = max(1, elements // pad(vdim))
-        return Launch(
-            merge_parts,
-            (rows, cdiv(halves * dim, some)),
-            parts=parts,
-            heads=heads,
-            DIM=dim,
-            VDIM=vdim,
-            BV=pad(vdim),
-            HALVES=halves,
-            BC=some,
-            num_warps=2,
-        )
 
-    return remembered(("merge", device, samples, parts, heads, sizes), make)
+def merge_launch(device: torch.device, samples: int, parts: int, heads: int, sizes: Sizes) -> Launch:
+    """Return the launch of `merge_parts`."""
+    rows, (halves, dim, vdim) = samples * heads, sizes
+    # smaller programs where larger ones leave much of the card idle: measured on one H200
+    elements = 128 if rows * halves * dim * pad(vdim) < 256 * 1024 else 256
+    return remembered(
+        ("merge", device, samples, parts, heads, sizes),
+        lambda: memory_launch(merge_parts, rows, sizes, elements, parts=parts, heads=heads),
+    )
 
 
 @triton.jit

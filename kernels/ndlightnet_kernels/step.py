@@ -7,14 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels import phases
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
 from ndlightnet_kernels.position import FlatPosition
-from ndlightnet_kernels.tiles import arguments, cdiv, pad, silu, weight
+from ndlightnet_kernels.tiles import SIZES, angle_arguments, cdiv, pad, silu, weight
 
 
-@triton.jit(do_not_specialize=["heads", "per_head", *phases.SIZES])
+@triton.jit(do_not_specialize=SIZES)
 def _step(
     q,
     k,
@@ -87,7 +86,7 @@ def _step(
 def _plan(k: Tensor, vdim: int, position: FlatPosition) -> Launch:
     batch, heads, dim = k.shape
     bk, bv = pad(dim), min(pad(vdim), 32)
-    given = arguments(position, k, wide=True)
+    given = angle_arguments(position, k, wide=True)
     return Launch(
         _step, (batch * heads, cdiv(vdim, bv)), heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv, **given, num_warps=4
     )

@@ -6,10 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ndlightnet_kernels import phases
 from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
 from ndlightnet_kernels.segments import log2_rate
 from ndlightnet_kernels.tiles import (
+    SIZES,
     deinterleave,
     dot,
     hide,
@@ -23,9 +23,6 @@ from ndlightnet_kernels.tiles import (
     split_at,
     valid_tokens,
 )
-
-SIZES = ["length", "span", "parts", "per_segment", "heads", "per_head", *phases.SIZES]
-KV = ["skb", "skt", "skh", "svb", "svt", "svh"]
 
 
 @triton.jit
@@ -130,7 +127,7 @@ def _store_top(top, at, mx, mx2, inside, WIDTH: tl.constexpr, KIND: tl.constexpr
         tl.store(top + at + WIDTH, mx2, inside)
 
 
-@triton.jit(do_not_specialize=SIZES + KV)
+@triton.jit(do_not_specialize=SIZES)
 def _summarize(
     k,
     v,

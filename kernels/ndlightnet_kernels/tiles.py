@@ -13,6 +13,10 @@ from torch import Tensor
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.position import KINDS, FlatPosition
 
+# Numbers among the arguments of attention kernels: no program is compiled for some of them
+SIZES = ["length", "span", "parts", "per_segment", "tiles", "window", "chunks", "heads", "per_head", *phases.SIZES]
+SIZES += [f"s{tensor}{axis}" for tensor in "qkvo" for axis in "bth"]
+
 
 # The rows of a head of a tensor (batch, length, heads, columns) are a tuple: pointer, sample, head,
 # strides of samples, tokens and heads in units, columns, elements of a unit.
@@ -225,12 +229,13 @@ def rows_added(x):
     return tl.sum(tl.reshape(x, (x.shape[0] // 16, 2, 8, x.shape[1])), 1)
 
 
-def strides(*xs: Tensor) -> tuple[list[int], int]:
+def strides(**tensors: Tensor) -> dict[str, int]:
     """Return the (batch, token, head) strides of tensors with a dense last axis, in units, and the
     unit: 8 elements, a whole vector, where all strides are multiples of it, else 1."""
-    all_of = [s for x in xs for s in x.stride()[:3]]
-    unit = 1 if any(s % 8 for s in all_of) else 8
-    return [s // unit for s in all_of], unit
+    numbers = [s for x in tensors.values() for s in x.stride()[:3]]
+    unit = 1 if any(s % 8 for s in numbers) else 8
+    names = (f"s{name}{axis}" for name in tensors for axis in "bth")
+    return {"UNIT": unit, **dict(zip(names, (s // unit for s in numbers), strict=True))}
 
 
 def operand(x: Tensor) -> tuple[tl.dtype, str]:
@@ -302,9 +307,18 @@ def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
     return cdiv(length, span), span
 
 
-def arguments(position: FlatPosition, x: Tensor, wide: bool = False) -> dict[str, Any]:
-    """Return the arguments of kernels that a Position gives, except tensors, for tokens x (batch,
-    length, heads, dim). wide: with phases of 64 bits in any case."""
+def arguments(position: FlatPosition, vdim: int, **tensors: Tensor) -> dict[str, Any]:
+    """Return the arguments that kernels over tensors (batch, length, heads, channels) share, those
+    named q, k, v, o in the names of strides: strides, sizes, angles, type of products."""
+    x = next(iter(tensors.values()))
+    _, length, heads, dim = x.shape
+    sizes = {"length": length, "heads": heads, "DIM": dim, "VDIM": vdim}
+    return {**strides(**tensors), **sizes, **angle_arguments(position, x), "PRODUCT": operand(x)}
+
+
+def angle_arguments(position: FlatPosition, x: Tensor, wide: bool = False) -> dict[str, Any]:
+    """Return the arguments of kernels over tokens x that a Position gives, except tensors. wide:
+    with phases of 64 bits in any case."""
     theta, axes = position.theta, len(position.shape)
     slots = 1 if theta is None else int(theta.shape[1])
     sizes = [*position.shape[1:]] + [None] * (phases.MOST_AXES - max(axes, 1))

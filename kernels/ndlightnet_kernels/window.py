@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.causal_chunks import QKV, TINY, decayed, reciprocal, rotation, silu_over
+from ndlightnet_kernels.causal_chunks import TINY, decayed, reciprocal, rotation, silu_over
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, Chunks, windowed
 from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import log2_rate
-from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
+    SIZES,
     arguments,
     cdiv,
     dense,
@@ -36,12 +36,10 @@ from ndlightnet_kernels.tiles import (
     hide,
     load,
     load_keys,
-    operand,
     pad,
     powers,
     scratch,
     silu,
-    strides,
     valid_tokens,
     weight,
 )
@@ -114,7 +112,7 @@ def next_window_anchor(k_rows, mask, todo, t, view, kc, rate, PLAIN, PRODUCT):
     return tl.max(best, 0)
 
 
-@triton.jit(do_not_specialize=[*SIZES, *QKV, "window", "chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def _window(
     q,
     k,
@@ -235,43 +233,20 @@ def _window(
 
 # ------------------------------------------------------------------------------------ launches
 def plan(
-    kernel: Any,
-    chosen: Chunks,
-    names: list[str],
-    inputs: tuple[Tensor, ...],
-    masked: bool,
-    position: FlatPosition,
-    window: int,
-    **more: Any,
+    kernel: Any, chosen: Chunks, position: FlatPosition, window: int, k: Tensor, v: Tensor, **others: Tensor
 ) -> tuple[Launch, Launch]:
-    """Return the launches of the plain and of the careful form over chunks. names: of strides."""
-    strided, unit = strides(*inputs)
-    _, k, v = inputs[:3]
+    """Return the launches of the plain and of the careful form over chunks. others: q, o = dout."""
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     chunks = cdiv(length, chosen.chunk)
-    common: dict[str, Any] = dict(
-        zip(names, strided, strict=True),
-        length=length,
-        window=window,
-        chunks=chunks,
-        heads=heads,
-        DIM=dim,
-        VDIM=vdim,
-        BK=pad(dim),
-        BV=pad(vdim),
-        PLAIN=chosen.chunk,
-        UNIT=unit,
-        **arguments(position, k),
-        PRODUCT=operand(k),
-        **more,
-    )
+    sizes = {"window": window, "chunks": chunks, "BK": pad(dim), "BV": pad(vdim), "PLAIN": chosen.chunk}
+    sizes |= arguments(position, vdim, k=k, v=v, **others)
     plain, careful = (
         Launch(
             kernel,
             (batch * heads, chunks * (chosen.chunk // c.chunk)),
             BL=c.chunk,
             CAREFUL=c is CAREFUL,
-            **common,
+            **sizes,
             **c.options(),
         )
         for c in (chosen, CAREFUL)
@@ -284,11 +259,10 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output (batch, length, heads, value_dim), and for the backward anchors (batch * heads,
     chunks, dim) and flags of chunks. forget: decay rate of each head for a token, float32."""
-    q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), mask is not None
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     chosen = windowed(k, v.shape[-1], position.kind).forward
     forms = remembered(
-        ("window", form(q, k, v), masked, window, position.key),
-        lambda: plan(_window, chosen, QKV, (q, k, v), masked, position, window),
+        ("window", form(q, k, v), window, position.key), lambda: plan(_window, chosen, position, window, k, v, q=q)
     )
     rows, chunks = k.shape[0] * k.shape[2], cdiv(k.shape[1], chosen.chunk)
     out, top = q.new_empty(*v.shape), scratch(k, rows, chunks, k.shape[3])

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.causal_chunks import OUT, QKV, TINY, gather, reciprocal, rope_backward, rotation, silu_and_over
+from ndlightnet_kernels.causal_chunks import TINY, gather, reciprocal, rope_backward, rotation, silu_and_over
 from ndlightnet_kernels.launch import remembered
 from ndlightnet_kernels.phases import from_origin, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, windowed
 from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import log2_rate
-from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
+    SIZES,
     dense,
     dense_empty,
     dense_rows,
@@ -61,7 +61,7 @@ def _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM, BL, PLAIN, LE
         tl.store(dtheta + at + i * DIM, tl.zeros(angle.shape, tl.float32), inside)
 
 
-@triton.jit(do_not_specialize=[*SIZES, *QKV, *OUT, "window", "chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def _window_dq(
     q,
     k,
@@ -112,7 +112,6 @@ def _window_dq(
     PLAIN: tl.constexpr,
     CAREFUL: tl.constexpr,
     ANGLES: tl.constexpr,
-    LEARN: tl.constexpr,
     UNIT: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
@@ -188,7 +187,7 @@ def _window_dq(
     tl.store(dphi + to, grad.to(dphi.dtype.element_ty), in_tile)
     tl.store(features + to, f.to(features.dtype.element_ty), in_tile)
     tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), in_tile)
-    if LEARN:
+    if dtheta is not None:
         angle = tl.sum(from_origin(freqs, at_axis) * phi * (cos * d_sin - sin * d), 0)
         _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM, BL, PLAIN, CAREFUL_BL)
 
@@ -205,7 +204,7 @@ def _add(p, fg, f, tile, d, d_sin, down, dy, KIND, PRODUCT):
     return d, d_sin, down, dot(tl.where(seen, score, 0.0), do, dy, PRODUCT)
 
 
-@triton.jit(do_not_specialize=[*SIZES, *QKV, *OUT, "window", "chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def _window_dkv(
     q,
     k,
@@ -257,7 +256,6 @@ def _window_dkv(
     PLAIN: tl.constexpr,
     CAREFUL: tl.constexpr,
     ANGLES: tl.constexpr,
-    LEARN: tl.constexpr,
     UNIT: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
@@ -325,7 +323,7 @@ def _window_dkv(
         grad.to(dk.dtype.element_ty),
         (u < length)[:, None] & inside[None, :],
     )
-    if LEARN:
+    if dtheta is not None:
         angle = tl.sum(from_origin(freqs, at_axis) * (cos * d_sin - sin * d), 0)
         _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM, BL, PLAIN, CAREFUL_BL)
     in_tile = (u < length)[:, None] & (vc < VDIM)[None, :]
@@ -348,12 +346,11 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Return gradients of q, k, v, and of theta (heads, slots; empty if not wanted)."""
     q, k, v, dout = inputs = tuple(map(dense_rows, (q, k, v, dout)))
-    masked, names = mask is not None, [*QKV, *OUT]
     chosen = windowed(k, v.shape[-1], position.kind)
     by_q, by_k = remembered(
-        ("window_backward", form(*inputs), masked, window, position.key, learn),
+        ("window_backward", form(*inputs), window, position.key),
         lambda: tuple(
-            plan(kernel, c, names, inputs, masked, position, window, LEARN=learn)
+            plan(kernel, c, position, window, k, v, q=q, o=dout)
             for kernel, c in ((_window_dq, chosen.dq), (_window_dkv, chosen.dkv))
         ),
     )
