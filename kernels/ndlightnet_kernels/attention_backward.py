@@ -154,9 +154,7 @@ def _read_backward(
 
 
 @triton.jit
-def _grad_tile(
-    dmemory, bh, kc, inside, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr, OPERAND: tl.constexpr
-):
+def _grad_tile(dmemory, bh, kc, inside, vc, DIM, VDIM, KIND, OPERAND):
     """Load dmemory of some channels, transposed, its cos and sin halves interleaved."""
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     in_tile = (vc < VDIM)[:, None] & inside[None, :]
@@ -169,9 +167,7 @@ def _grad_tile(
 
 
 @triton.jit
-def _grads(
-    top, dtotal, dmemory, bh, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr, OPERAND: tl.constexpr
-):
+def _grads(top, dtotal, dmemory, bh, kc, vc, DIM, VDIM, KIND, OPERAND):
     """Load dmemory, top and dtotal of channels `kc`; with rotary also of pairs' second channels."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     inside = kc < WIDTH

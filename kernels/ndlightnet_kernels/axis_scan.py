@@ -65,8 +65,9 @@ def _channels_first(v, VEC: tl.constexpr, W: tl.constexpr, OPERAND: tl.constexpr
 
 
 @triton.jit
-def _tokens(table, line, r, lines, n, inner, outer, INT: tl.constexpr):
+def _tokens(table, line, r, shape, INT):
     """Return tokens r of lines, and which exist. table: see `Lines`; None: all lines are alike."""
+    lines, n, inner, outer = shape
     ok = line < lines
     if table is None:
         first, step, count = (line // inner).to(INT) * outer + line % inner, tl.cast(inner, INT), n
@@ -86,9 +87,7 @@ def _valid(mask, at, ok, MASK: tl.constexpr):
 
 
 @triton.jit
-def _toeplitz(
-    taps, span, flip, first_channel, dim, NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr, OPERAND: tl.constexpr
-):
+def _toeplitz(taps, span, flip, first_channel, dim, NB, VEC, W, OPERAND):
     """Return T of some channels, [channels, 16 NB, 16 NB]; with flip = -1 its transpose."""
     N: tl.constexpr = 2 * NB
     row, lane, pair = _along(LANES8, 8, 5), _along(LANES4, 4, 5), _along(PAIR, 2, 5)
@@ -144,16 +143,17 @@ def _product_kernel(
     first_channel = tl.program_id(0) % blocks * C
     t = _toeplitz(taps, span, flip, first_channel, dim, NB, VEC, W, OPERAND)
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
+    shape = (lines, n, inner, outer)
     c = (first_channel + tl.arange(0, C))[None, None]
     r, q = tl.arange(0, 16 * NB)[:, None, None], tl.arange(0, 8)[None, :, None]
     first, step = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     old = tl.zeros((16 * NB, 8, C), y.dtype.element_ty)
     if ADD:
-        at, in_range = _tokens(table, first * 8 + q, r, lines, n, inner, outer, INT)
+        at, in_range = _tokens(table, first * 8 + q, r, shape, INT)
         old = tl.load(y + at * dim + c, mask=in_range & (c < dim), other=0.0)
     for tile in range(first, tl.cdiv(lines, 8), step):
         line = tile * 8 + q
-        at, inside = _tokens(table, line, r, lines, n, inner, outer, INT)
+        at, inside = _tokens(table, line, r, shape, INT)
         ok = inside & (c < dim)
         tokens = tl.load(x + at * dim + c, mask=ok, other=0.0)
         value = tokens
@@ -165,7 +165,7 @@ def _product_kernel(
         if ADD:
             if n > 0:  # always true; keeps Triton from prefetching what is prefetched here
                 later = line + 8 * step
-                to, in_range = _tokens(table, later, r, lines, n, inner, outer, INT)
+                to, in_range = _tokens(table, later, r, shape, INT)
                 old = tl.load(y + to * dim + c, mask=in_range & (c < dim), other=0.0)
         out = tl.dot(t, _channels_first(value, VEC, W, OPERAND), input_precision=PRECISION)
         # rounded now: half as much passes through shared memory
@@ -210,6 +210,7 @@ def _correlate_kernel(
     first_channel = tl.program_id(0) % blocks * C
     part = tl.program_id(0) // blocks
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
+    shape = (lines, n, inner, outer)
     c = (first_channel + tl.arange(0, C))[None, None]
     r, q = tl.arange(0, 8)[:, None, None], tl.arange(0, 16)[None, :, None]
     side = tl.arange(0, 2).reshape(1, 2, 1, 1)
@@ -221,7 +222,7 @@ def _correlate_kernel(
         line = tile * 16 + q
         gs, vs = (nothing,), ()
         for i in tl.static_range(2 * NB):
-            at, inside = _tokens(table, line, r + 8 * i, lines, n, inner, outer, INT)
+            at, inside = _tokens(table, line, r + 8 * i, shape, INT)
             ok = inside & (c < dim)
             g = tl.load(dy + at * dim + c, mask=ok, other=0.0)
             gs += (_channels_first(g, VEC, W, OPERAND).reshape(C, 1, 8, 16),)
@@ -266,8 +267,8 @@ class Lines(NamedTuple):
     table: Tensor | None = None
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        return self.lines, self.n, self.inner, self.n * self.inner
+    def sizes(self) -> dict[str, int]:
+        return {"lines": self.lines, "n": self.n, "inner": self.inner, "outer": self.n * self.inner}
 
 
 Tables = Sequence[tuple[int, int, Tensor]]  # axis, longest line, table
@@ -290,11 +291,13 @@ def _launch(
     """Return, for programs that take `width` lines at a time, how many share a block of channels,
     how many there are, and their constants. (The interpreter cannot multiply bfloat16.)"""
     vec, warps, each, stages = plan
-    unit = next(u for u in (8, 4, 2, 1) if x.shape[-1] % u == 0)
-    channels = cdiv(x.shape[-1], vec * warps)
+    dim = x.shape[-1]
+    unit = next(u for u in (8, 4, 2, 1) if dim % u == 0)
+    channels = cdiv(dim, vec * warps)
     parts = min(cdiv(lines, width), max(1, each * processors(x) // channels))
     kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     constants = {
+        "units": dim // unit,
         "NB": blocks,
         "VEC": vec,
         "W": warps,
@@ -318,24 +321,9 @@ def _product_plan(x: Tensor, masked: bool, residual: bool, flip: bool, walk: lis
     plans, launches = PRODUCT if x.element_size() == 2 else PRODUCT_FULL, []
     for lines in walk:
         _, programs, constants = _launch(x, lines.lines, lines.blocks, 8, plans[lines.blocks])
-        count, n, inner, outer = lines.sizes
-        launch = Launch(
-            _product_kernel,
-            (programs,),
-            units=x.shape[-1] // constants["UNIT"],
-            span=span,
-            flip=-1 if flip else 1,
-            lines=count,
-            n=n,
-            inner=inner,
-            outer=outer,
-            ADD=lines.axis > 0,
-            RESIDUAL=residual and lines.axis == 0,
-            MASK_IN=masked and not flip,
-            MASK_OUT=masked and flip,
-            **constants,
-        )
-        launches.append(launch)
+        constants |= {"ADD": lines.axis > 0, "RESIDUAL": residual and lines.axis == 0, "flip": -1 if flip else 1}
+        constants |= {"MASK_IN": masked and not flip, "MASK_OUT": masked and flip, "span": span}
+        launches.append(Launch(_product_kernel, (programs,), **lines.sizes, **constants))
     return launches
 
 
@@ -389,19 +377,7 @@ def _correlate_plan(x: Tensor, masked: bool, ways: int, walk: list[Lines]) -> li
     for lines in walk:
         nb = lines.blocks
         parts, programs, constants = _launch(x, lines.lines, nb, 16, plans[nb])
-        count, n, inner, outer = lines.sizes
-        launch = Launch(
-            _correlate_kernel,
-            (programs,),
-            units=x.shape[-1] // constants["UNIT"],
-            lines=count,
-            n=n,
-            inner=inner,
-            outer=outer,
-            WAYS=ways,
-            MASK=masked,
-            **constants,
-        )
+        launch = Launch(_correlate_kernel, (programs,), **lines.sizes, WAYS=ways, MASK=masked, **constants)
         launches.append((parts, launch))
     return launches
 

@@ -99,9 +99,7 @@ def decay_state(lag, mx, sm, m, m_sin):
 
 
 @triton.jit
-def load_entry(
-    top, total, memory, bh, part, parts, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr, HALVES: tl.constexpr
-):
+def load_entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES):
     """Load the State before a segment, its memory transposed. (`top` has one more at the end.)"""
     inside, at = kc < DIM, bh * parts + part
     mx = tl.load(top + (at + bh) * DIM + kc, mask=inside, other=float("-inf"))

@@ -81,9 +81,7 @@ def next_place(place, sizes, AXES: tl.constexpr, BOX: tl.constexpr, PATCH: tl.co
 
 
 @triton.jit
-def box_rows(
-    box, place, table, sizes, length, AXES: tl.constexpr, BOX: tl.constexpr, PATCH: tl.constexpr, ROWS: tl.constexpr
-):
+def box_rows(box, place, table, sizes, length, AXES, BOX, PATCH, ROWS):
     """Return for the rows of a box the token of their patch's first cell, its coordinates, the
     sizes of the sample's grid and the tokens from cell to cell along each axis. place: of the box
     among those of grids. table: of a pack, (boxes, 1 + 2 AXES): the sample's first token, its

@@ -64,9 +64,7 @@ def _pointers(x, shift, at, STRIDE: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    pointers, mask, token, P: tl.constexpr, in_row, in_dim, STRIDE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr
-):
+def _tile(pointers, mask, token, P, in_row, in_dim, STRIDE, N, MASKED):
     """Load the tile P tokens after a line's pointers, 0 where not `in_row` and for padding, as a
     tuple: with N = 2 (bfloat16) of the even and the odd channels, which takes one instruction for
     each number, else of all."""
@@ -126,22 +124,7 @@ def _add_products(sums, tile, own, LINES: tl.constexpr, g: tl.constexpr, t: tl.c
 
 
 @triton.jit
-def _store(
-    out,
-    acc,
-    mask,
-    token,
-    col,
-    cells,
-    shape,
-    steps,
-    in_dim,
-    DIM: tl.constexpr,
-    AXES: tl.constexpr,
-    WHOLE: tl.constexpr,
-    OWN: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _store(out, acc, mask, token, col, cells, shape, steps, in_dim, DIM, AXES, WHOLE, OWN, MASKED):
     """Store the sums of the patches' cells; 0 for padding if there is a mask."""
     N: tl.constexpr = len(acc) // (line_count(OWN) * tile_count(OWN, 0))
     for g in tl.static_range(line_count(OWN)):
@@ -361,15 +344,8 @@ def _launch(
     how = _arguments(x, shape, boxes, of, chosen)
     programs = cdiv(how["boxes"], chosen.boxes) * cdiv(how["DIM"], how["BLOCK"])
     read = lines(offsets, of.patch, -1 if transposed else 1)
-    return Launch(
-        _mix,
-        (programs,),
-        **how,
-        each=chosen.boxes,
-        LINES=read,
-        MASK_IN=mask and not transposed,
-        MASK_OUT=mask and transposed,
-    )
+    masks = {"MASK_IN": mask and not transposed, "MASK_OUT": mask and transposed}
+    return Launch(_mix, (programs,), **how, each=chosen.boxes, LINES=read, **masks)
 
 
 def mix(
@@ -410,16 +386,8 @@ def _backward_launches(
     found = []
     for first in range(0, len(offsets), each):
         some = offsets[first : first + each]
-        launch = Launch(
-            _backward,
-            (parts * blocks,),
-            **how,
-            each=count,
-            LINES=lines(some, of.patch, -1),
-            TAPS=len(some),
-            MASKED=mask,
-            DX=sets == 1,
-        )
+        taps = {"LINES": lines(some, of.patch, -1), "TAPS": len(some), "MASKED": mask, "DX": sets == 1}
+        launch = Launch(_backward, (parts * blocks,), **how, each=count, **taps)
         found.append((launch, len(some), parts))
     return found
 

@@ -109,21 +109,7 @@ def reciprocal_sum(total, at, inside):
 
 
 @triton.jit
-def _join_one(
-    total,
-    memory,
-    dtotal,
-    dmemory,
-    bh,
-    j,
-    inside,
-    vc,
-    dcos,
-    dsin,
-    DIM: tl.constexpr,
-    VDIM: tl.constexpr,
-    HALVES: tl.constexpr,
-):
+def _join_one(total, memory, dtotal, dmemory, bh, j, inside, vc, dcos, dsin, DIM, VDIM, HALVES):
     in_tile = inside[:, None] & (vc < VDIM)[None, :]
     inverse = reciprocal_sum(total, bh * DIM + j, inside)
     at = (bh * (HALVES * DIM) + j)[:, None] * VDIM + vc[None, :]

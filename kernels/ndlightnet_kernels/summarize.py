@@ -52,22 +52,7 @@ def _fade(rate, t, end):
 
 
 @triton.jit
-def _collect(
-    k_rows,
-    v_rows,
-    mask,
-    freqs,
-    rate,
-    tops,
-    span,
-    kc,
-    vc,
-    BL: tl.constexpr,
-    ANGLES: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _collect(k_rows, v_rows, mask, freqs, rate, tops, span, kc, vc, BL, ANGLES, PRODUCT, STAGES, ROWS):
     """Return sums of exp(k - mx) and memories y^T (p cos, p sin) of a part; with rotary also those
     of the pairs' second channels. Memories are transposed, so that both sides of a product lie in
     shared memory as they were read. Sums stay spread over the tile's rows until the end."""
