@@ -19,9 +19,6 @@ from ndlightnet.ops import (
 from .kernel_cases import DEVICE, Case, Problem
 from .yardstick import Poison
 
-# where numpy warns, the interpreter does what a GPU does
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-
 FORMS = {"global": global_attention, "causal": lambda *args, **options: causal_attention(*args, **options)[0]}
 forms = pytest.mark.parametrize("form", FORMS)
 

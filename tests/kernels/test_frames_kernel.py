@@ -13,9 +13,6 @@ from ndlightnet.ops.position import relative
 from .kernel_cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
 from .yardstick import Poison, check, ours
 
-# where numpy warns, the interpreter does what a GPU does
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-
 WHOLE = Case((64, 32, 32), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
 MANY = Case((512, 16), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
 

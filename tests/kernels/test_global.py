@@ -11,9 +11,6 @@ from ndlightnet.parallel.turns import Turns
 from .kernel_cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, on_gpu
 from .yardstick import check
 
-# where numpy warns, the interpreter does what a GPU does
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -18,7 +18,6 @@ from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_
 from .kernel_cases import BRAIN, DEVICE, HALF
 from .yardstick import Poison
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 SOLID = ((3, 4, 5), (1, 2, 3), (6, 7, 4), (1, 1, 1))
 LONG = ((70,), (3,), (200,))
 

@@ -18,7 +18,6 @@ from ndlightnet.ops import Position, axis_causal_attention, axis_scan, global_at
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 from .kernel_cases import DEVICE
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HEADS, DIM, VALUE = 2, 6, 5
 EXACT = torch.float64
 grids = st.integers(1, 3).flatmap(
