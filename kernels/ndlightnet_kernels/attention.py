@@ -1,6 +1,6 @@
 """Global attention: merge a source into its State, and read a State with queries.
 
-Every tensor is read or written once. The length is split over the card; the parts are merged in a
+Every tensor is read or written once. The length is split over the card; the n_splits are merged in a
 fixed order, so results do not change from run to run. p is exp(k - top); a memory has dim rows, or
 2 * dim with MD-LRPE (cos half, sin half); fa, fb: features of a query, see `rope_features`.
 """
@@ -30,13 +30,13 @@ from ndlightnet_kernels.tiles import (
     interleave,
     load,
     pad,
-    part_at,
     processors,
     rope_features,
     scratch,
     second_channels,
     silu,
     split,
+    split_bounds,
 )
 
 
@@ -107,13 +107,13 @@ def _read(
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute the output of a part of the queries, for one block of value channels."""
+    """Compute the output of a split of the queries, for one block of value channels."""
     KIND: tl.constexpr = ANGLES[0]
     SLOTS: tl.constexpr = ANGLES[2]
     OPERAND: tl.constexpr = PRODUCT[0]
-    bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
+    bh, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, part, begin, end, base, state = part_at(splits, part, b, bh, h, heads, span, length, prefix)
+    row, _slot, begin, end, base, state = split_bounds(splits, split, b, bh, h, heads, span, length, prefix)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.arange(0, BK), tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
@@ -158,23 +158,25 @@ def _summarize_plan(
     blocks, halves = cdiv(width, bk), position.halves
     rows, at_once, each = batch * heads * blocks, chosen.programs * processors(k), 1
     if position.splits is not None:
-        parts, span = position.splits.shape[0], block
+        n_splits, span = position.splits.shape[0], block
     elif segments is None:
-        parts, span = split(length, rows, block, at_once)
+        n_splits, span = split(length, rows, block, at_once)
     else:
-        parts, span = segments
-        each = split_count(rows * parts, at_once, span // block)
-        parts *= each
+        n_splits, span = segments
+        each = split_count(rows * n_splits, at_once, span // block)
+        n_splits *= each
     # tokens that a program's threads load at once: sums within a thread need no exchange
     together = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
-    sizes = {"span": span, "parts": parts, "per_segment": each, "BK": bk, "BV": bv, "BLOCKS": blocks, "ROWS": together}
-    launch = Launch(_summarize, (rows, parts), **sizes, **arguments(position, vdim, k=k, v=v), **chosen.options())
+    counts = {"span": span, "n_splits": n_splits, "per_segment": each}
+    tile = {"BK": bk, "BV": bv, "BLOCKS": blocks, "ROWS": together}
+    given = arguments(position, vdim, k=k, v=v)
+    launch = Launch(_summarize, (rows, n_splits), **counts, **tile, **given, **chosen.options())
     rows = batch * heads
-    return launch, (rows, parts, dim), (rows, parts, halves * dim, vdim)
+    return launch, (rows, n_splits, dim), (rows, n_splits, halves * dim, vdim)
 
 
-def parts_of_segments(k: Tensor, v: Tensor, position: FlatPosition, segments: tuple[int, int]) -> int:
-    """Return how many parts `summarize_splits` makes of `segments`, (number, tokens) of segments."""
+def splits_of_segments(k: Tensor, v: Tensor, position: FlatPosition, segments: tuple[int, int]) -> int:
+    """Return how many splits `summarize_splits` makes of `segments`, (number, tokens) of segments."""
     return _summarize_plan(dense_rows(k), dense_rows(v), position, segments)[1][1]
 
 
@@ -186,8 +188,8 @@ def summarize_splits(
     segments: tuple[int, int] | None = None,
     forget: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return States (batch * heads, parts, ...) of as many parts as suit the card; with `segments`,
-    (number, tokens) of segments, of as many parts of each segment. forget: decay rate of each head
+    """Return States (batch * heads, splits, ...) of as many splits as suit the card; with `segments`,
+    (number, tokens) of segments, of as many splits of each segment. forget: decay rate of each head
     for a token, float32; weights are then those at the segment's last token."""
     k, v = dense_rows(k), dense_rows(v)
     launch, sums, memories = remembered(
@@ -202,13 +204,13 @@ def summarize_splits(
 def summarize(k: Tensor, v: Tensor, mask: Tensor | None, position: FlatPosition) -> tuple[Tensor, Tensor, Tensor]:
     """Return the State of k, v (batch, length, heads, dim); mask (batch, length) bool or None."""
     top, total, memory = summarize_splits(k, v, mask, position)
-    (batch, _, heads, dim), vdim, parts = k.shape, v.shape[-1], top.shape[1]
+    (batch, _, heads, dim), vdim, n_splits = k.shape, v.shape[-1], top.shape[1]
     batch, halves = position.samples(batch), position.halves
     sums, memories = (batch, heads, dim), (batch, heads, halves * dim, vdim)
-    if position.first is None and isinstance(parts, int) and parts == 1:
+    if position.first is None and isinstance(n_splits, int) and n_splits == 1:
         return top.view(sums), total.view(sums), memory.view(memories)
     joined = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
-    merge = merge_launch(k.device, batch, parts, heads, (halves, dim, vdim))
+    merge = merge_launch(k.device, batch, n_splits, heads, (halves, dim, vdim))
     merge(top, total, memory, position.first, *joined)
     return joined
 
@@ -220,11 +222,11 @@ def _read_plan(q: Tensor, vdim: int, position: FlatPosition) -> Launch:
     chosen = plan("read", bv, bk, position.kind, operand_bytes(q))
     block, bv = chosen.block, chosen.keys
     blocks = cdiv(vdim, bv)
-    parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
+    n_splits, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
     if position.splits is not None:
-        parts = position.splits.shape[0]
+        n_splits = position.splits.shape[0]
     sizes = {"span": span, "BK": bk, "BV": bv, "BLOCKS": blocks}
-    grid = (batch * heads * blocks, parts)
+    grid = (batch * heads * blocks, n_splits)
     return Launch(_read, grid, **sizes, **arguments(position, vdim, q=q), **chosen.options())
 
 

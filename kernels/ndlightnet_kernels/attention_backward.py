@@ -31,7 +31,6 @@ from ndlightnet_kernels.tiles import (
     interleave,
     load,
     pad,
-    part_at,
     powers,
     processors,
     rope_features,
@@ -40,6 +39,7 @@ from ndlightnet_kernels.tiles import (
     scratch,
     silu,
     split,
+    split_bounds,
     theta_grad,
     valid_tokens,
 )
@@ -66,7 +66,7 @@ def _read_backward(
     soh,
     length,
     span,
-    parts,
+    n_splits,
     heads,
     per_head,
     n1,
@@ -89,14 +89,14 @@ def _read_backward(
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute dq, and a part's gradient (fa, fb)^T dout of the normalised memory, for a block of
+    """Compute dq, and a split's gradient (fa, fb)^T dout of the normalised memory, for a block of
     features."""
     KIND: tl.constexpr = ANGLES[0]
     SLOTS: tl.constexpr = ANGLES[2]
     OPERAND: tl.constexpr = PRODUCT[0]
-    bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
+    bh, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, slot, begin, end, base, state = part_at(splits, part, b, bh, h, heads, span, length, prefix)
+    row, slot, begin, end, base, state = split_bounds(splits, split, b, bh, h, heads, span, length, prefix)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
@@ -141,9 +141,9 @@ def _read_backward(
                 at_axis = from_origin(freqs, coordinates(freqs, t, ANGLES))
                 learnt += rows_added(at_axis * (fa * db - fb * da))
     if dtheta is not None:
-        at = dtheta + (bh * parts + slot) * WIDTH + c
+        at = dtheta + (bh * n_splits + slot) * WIDTH + c
         tl.store(at, tl.sum(tl.sum(learnt, 0), 0), c < WIDTH)
-    to = dmemories + ((bh * parts + slot) * (HALVES * WIDTH) + c)[None, :] * VDIM + vc[:, None]
+    to = dmemories + ((bh * n_splits + slot) * (HALVES * WIDTH) + c)[None, :] * VDIM + vc[:, None]
     in_tile = (vc < VDIM)[:, None] & (c < WIDTH)[None, :]
     if KIND == 0:
         tl.store(to, dmem, in_tile)
@@ -273,13 +273,13 @@ def _summarize_backward(
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute dk and dv of a part: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
+    """Compute dk and dv of a split: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
     KIND: tl.constexpr = ANGLES[0]
     OPERAND: tl.constexpr = PRODUCT[0]
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, slot, begin, end, base, state = part_at(splits, part, b, bh, h, heads, span, length, prefix)
+    row, slot, begin, end, base, state = split_bounds(splits, split, b, bh, h, heads, span, length, prefix)
     vc, kc = tl.arange(0, BV), tl.arange(0, BK)
     angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
     freqs = slot_frequencies(angles, shapes, row, base, kc, ANGLES)
@@ -321,18 +321,18 @@ def _read_plan(
     chosen = plan("read_backward", pad(width), bv, position.kind, operand_bytes(q), learn)
     block, bk = chosen.block, chosen.keys
     blocks = cdiv(width, bk)
-    parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
+    n_splits, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
     if position.splits is not None:
-        parts = position.splits.shape[0]
-    counts = {"parts": parts, "span": span, "BK": bk, "BV": bv, "BLOCKS": blocks}
-    grid = (batch * heads * blocks, parts)
+        n_splits = position.splits.shape[0]
+    counts = {"n_splits": n_splits, "span": span, "BK": bk, "BV": bv, "BLOCKS": blocks}
+    grid = (batch * heads * blocks, n_splits)
     launch = Launch(_read_backward, grid, **counts, **arguments(position, vdim, q=q, o=dout), **chosen.options())
     some = max(1, 256 // bv)
     tile = {"DIM": dim, "VDIM": vdim, "BV": bv, "KIND": KINDS[position.kind], "BC": some}
     grid = (position.samples(batch) * heads, cdiv(width, some))
-    join = Launch(join_grads, grid, parts=parts, heads=heads, **tile, num_warps=2)
-    sizes = (batch * heads, parts, halves * width, vdim)
-    return launch, join, sizes, (batch, heads, parts, width)
+    join = Launch(join_grads, grid, n_splits=n_splits, heads=heads, **tile, num_warps=2)
+    sizes = (batch * heads, n_splits, halves * width, vdim)
+    return launch, join, sizes, (batch, heads, n_splits, width)
 
 
 def read_backward(
@@ -360,13 +360,13 @@ def _summarize_plan(k: Tensor, v: Tensor, position: FlatPosition, learn: bool) -
     bv, width = pad(vdim), position.width(dim)
     chosen = plan("summarize_backward", pad(width), bv, position.kind, operand_bytes(k), learn)
     block, bk = chosen.block, chosen.keys
-    parts, span = split(length, batch * heads, block, chosen.programs * processors(k))
+    n_splits, span = split(length, batch * heads, block, chosen.programs * processors(k))
     tiles = cdiv(length, block)
     if position.splits is not None:
-        parts, span = position.splits.shape[0], position.span
-        tiles = parts * cdiv(span, block)
+        n_splits, span = position.splits.shape[0], position.span
+        tiles = n_splits * cdiv(span, block)
     sizes = {"span": span, "tiles": tiles, "BK": bk, "BV": bv, "BLOCKS": cdiv(width, bk)}
-    grid = (batch * heads, parts)
+    grid = (batch * heads, n_splits)
     launch = Launch(_summarize_backward, grid, **sizes, **arguments(position, vdim, k=k, v=v), **chosen.options())
     return launch, (batch, heads, tiles, width)
 

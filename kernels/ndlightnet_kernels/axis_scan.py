@@ -202,13 +202,13 @@ def _correlate_kernel(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute gradients of the taps: out[part, d, l, m, c] is the sum, over lines and over pairs of
+    """Compute gradients of the taps: out[split, d, l, m, c] is the sum, over lines and over pairs of
     blocks of 8 tokens, of dy[8 i + l] x[8 j + m], where l < 16 and 2 (d - NB) = i - j."""
     C: tl.constexpr = VEC * W
     dim = units * UNIT
     blocks = tl.cdiv(dim, C)
     first_channel = tl.program_id(0) % blocks * C
-    part = tl.program_id(0) // blocks
+    split = tl.program_id(0) // blocks
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
     shape = (lines, n, inner, outer)
     c = (first_channel + tl.arange(0, C))[None, None]
@@ -218,7 +218,7 @@ def _correlate_kernel(
     sums = ()
     for _ in tl.static_range(2 * NB):
         sums += (tl.zeros((C, 16, 8), tl.float32),)
-    for tile in range(part, tl.cdiv(lines, 16), tl.num_programs(0) // blocks):
+    for tile in range(split, tl.cdiv(lines, 16), tl.num_programs(0) // blocks):
         line = tile * 16 + q
         gs, vs = (nothing,), ()
         for i in tl.static_range(2 * NB):
@@ -242,7 +242,7 @@ def _correlate_kernel(
             sums = new
     row, column = _along(1, 8, 6) + 8 * _along(3, 2, 6), _along(4, 2, 6) + 2 * _along(0, 4, 6)
     c = first_channel + _along(2, W, 6) * VEC + _along(5, VEC, 6)
-    at = part.to(tl.int64) * (2 * NB * 128 * dim) + (row * 8 + column) * dim + c
+    at = split.to(tl.int64) * (2 * NB * 128 * dim) + (row * 8 + column) * dim + c
     for d in tl.static_range(2 * NB):
         if WAYS == 2 or d >= NB:
             v = sums[d].reshape(VEC, W, 2, 8, 4, 2).permute(4, 3, 1, 2, 5, 0)
@@ -294,7 +294,7 @@ def _launch(
     dim = x.shape[-1]
     unit = next(u for u in (8, 4, 2, 1) if dim % u == 0)
     channels = cdiv(dim, vec * warps)
-    parts = min(cdiv(lines, width), max(1, each * processors(x) // channels))
+    splits = min(cdiv(lines, width), max(1, each * processors(x) // channels))
     kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     constants = {
         "units": dim // unit,
@@ -308,7 +308,7 @@ def _launch(
         "num_warps": warps,
         "num_stages": stages,
     }
-    return parts, parts * channels, constants
+    return splits, splits * channels, constants
 
 
 def _key(x: Tensor, mask: Tensor | None, walk: list[Lines]) -> tuple[Any, ...]:
@@ -372,13 +372,13 @@ def forward(
 
 
 def _correlate_plan(x: Tensor, masked: bool, ways: int, walk: list[Lines]) -> list[tuple[int, Launch]]:
-    """Return the number of parts and the launch for each group of lines."""
+    """Return the number of splits and the launch for each group of lines."""
     plans, launches = CORRELATE if x.element_size() == 2 else CORRELATE_FULL, []
     for lines in walk:
         nb = lines.blocks
-        parts, programs, constants = _launch(x, lines.lines, nb, 16, plans[nb])
+        splits, programs, constants = _launch(x, lines.lines, nb, 16, plans[nb])
         launch = Launch(_correlate_kernel, (programs,), **lines.sizes, WAYS=ways, MASK=masked, **constants)
-        launches.append((parts, launch))
+        launches.append((splits, launch))
     return launches
 
 
@@ -406,8 +406,8 @@ def backward(
     launches = remembered(
         ("correlate", _key(x, mask, walk), dy.dtype, ways), lambda: _correlate_plan(x, mask is not None, ways, walk)
     )
-    for lines, (parts, launch) in zip(walk, launches, strict=True):
-        sums = torch.empty(parts, 2 * lines.blocks, 16, 8, dim, device=x.device)
+    for lines, (splits, launch) in zip(walk, launches, strict=True):
+        sums = torch.empty(splits, 2 * lines.blocks, 16, 8, dim, device=x.device)
         launch(dy, x, mask, lines.table, sums)
         total = dtaps[lines.axis] if tables is None else torch.zeros_like(dtaps[lines.axis])
         axis_taps.fold(sums, total, span, ways)

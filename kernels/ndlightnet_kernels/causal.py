@@ -101,7 +101,7 @@ def _causal(
     svh,
     length,
     span,
-    parts,
+    segments,
     heads,
     per_head,
     n1,
@@ -131,11 +131,11 @@ def _causal(
     the plain form."""
     KIND: tl.constexpr = ANGLES[0]
     OPERAND: tl.constexpr = PRODUCT[0]
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bh, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    begin, end = part * span, min(part * span + span, length)
+    begin, end = segment * span, min(segment * span + span, length)
     if CAREFUL:
-        if tl.load(flag + bh * parts + part) == 0:
+        if tl.load(flag + bh * segments + segment) == 0:
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
@@ -143,10 +143,10 @@ def _causal(
     q_rows, k_rows = (q, b, h, sqb, sqt, sqh, DIM, UNIT), (k, b, h, skb, skt, skh, DIM, UNIT)
     v_rows = (v, b, h, svb, svt, svh, VDIM, UNIT)
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
-    mx, sm, m, m_sin = load_entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
+    mx, sm, m, m_sin = load_entry(top, total, memory, bh, segment, segments, kc, vc, DIM, VDIM, HALVES)
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
-    run, inside, final = tl.zeros((BL, BK), tl.float32), kc < DIM, part == parts - 1
-    after = top + (bh * (parts + 1) + part + 1) * DIM + kc
+    run, inside, final = tl.zeros((BL, BK), tl.float32), kc < DIM, segment == segments - 1
+    after = top + (bh * (segments + 1) + segment + 1) * DIM + kc
     rate = None if forget is None else log2_rate(forget, bh, heads)
     decay_exp = None if rate is None else token_decay_exps(rate, lane)
     # without a selection for each element, the last token's key stands for those after it
@@ -251,34 +251,35 @@ def _causal(
         if KIND != 0:
             tl.store(to + DIM * VDIM, m_sin, in_tile)
     if not CAREFUL:
-        tl.store(flag + bh * parts + part, lost)
+        tl.store(flag + bh * segments + segment, lost)
 
 
 # ------------------------------------------------------------------------------------ launches
 class Segments(NamedTuple):
     """Launches of a call: the merge of segments, and the plain and the careful form."""
 
-    parts: int
-    segments: tuple[int, int] | None  # None: rows alone fill the card, the State before them is given
+    segments: int
+    before: tuple[int, int] | None  # None: rows alone fill the card, the State before them is given
     merge: Launch
     forms: tuple[Launch, Launch]
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, position: FlatPosition) -> Segments:
     (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
-    parts, span = plan_segments(k, vdim, position.kind)
-    rows, segments, each = batch * heads, None, 1
+    segments, span = plan_segments(k, vdim, position.kind)
+    rows, before, each = batch * heads, None, 1
     if not fills(k, vdim, position.kind):
-        segments = (parts - 1, span)
-        each = attention.parts_of_segments(k, v, position, segments) // max(1, parts - 1)
-    counts = {"parts": parts - 1, "per_segment": each, "span": span, "heads": heads}
+        before = (segments - 1, span)
+        each = attention.splits_of_segments(k, v, position, before) // max(1, segments - 1)
+    counts = {"segments": segments - 1, "per_segment": each, "span": span, "heads": heads}
     merge = memory_launch(prefix_states, rows, (position.halves, dim, vdim), **counts)
-    sizes = {"span": span, "parts": parts, "BK": pad(dim), "BV": pad(vdim), **arguments(position, vdim, q=q, k=k, v=v)}
+    sizes = {"span": span, "segments": segments, "BK": pad(dim), "BV": pad(vdim)}
+    sizes |= arguments(position, vdim, q=q, k=k, v=v)
     plain, careful = (
-        Launch(_causal, (rows, parts), BL=c.chunk, CAREFUL=c is CAREFUL, **sizes, **c.options())
+        Launch(_causal, (rows, segments), BL=c.chunk, CAREFUL=c is CAREFUL, **sizes, **c.options())
         for c in (causal(k, vdim, position.kind).forward, CAREFUL)
     )
-    return Segments(parts, segments, merge, (plain, careful))
+    return Segments(segments, before, merge, (plain, careful))
 
 
 def forward(
@@ -298,19 +299,19 @@ def forward(
     (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
     halves, rows = position.halves, batch * heads
     dtypes = tuple(x is not None and x.dtype for x in state)
-    parts, segments, merge, forms = remembered(
+    segments, before, merge, forms = remembered(
         ("causal", form(q, k, v), dtypes, position.key), lambda: _plan(q, k, v, position)
     )
-    top, total = scratch(k, rows, parts + 1, dim), scratch(k, rows, parts, dim)
-    entry = top, total, scratch(k, rows, parts, halves * dim, vdim)
+    top, total = scratch(k, rows, segments + 1, dim), scratch(k, rows, segments, dim)
+    entry = top, total, scratch(k, rows, segments, halves * dim, vdim)
     states: tuple[Tensor | None, ...] = (None, None, None)
-    if segments is not None:
-        states = attention.summarize_splits(k, v, mask, position, segments, forget)
+    if before is not None:
+        states = attention.summarize_splits(k, v, mask, position, before, forget)
     last = (scratch(k, batch, heads, dim), scratch(k, batch, heads, dim), scratch(k, batch, heads, halves * dim, vdim))
-    before = (x if x is None else x.contiguous() for x in state)
-    merge(forget, *before, *states, *entry)
+    first = (x if x is None else x.contiguous() for x in state)
+    merge(forget, *first, *states, *entry)
     out = q.new_empty(*v.shape)
-    flag = q.new_empty(rows, parts, dtype=torch.int32)
+    flag = q.new_empty(rows, segments, dtype=torch.int32)
     mask_bytes, angles = flags(mask), position.angles
     for launch in forms:
         launch(q, k, v, mask_bytes, *angles, forget, *entry, flag, out, *last)

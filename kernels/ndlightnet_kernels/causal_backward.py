@@ -93,7 +93,7 @@ def _causal_dkv(
     soh,
     length,
     span,
-    parts,
+    segments,
     heads,
     per_head,
     n1,
@@ -119,10 +119,10 @@ def _causal_dkv(
     of later segments, carried as an adjoint State in units of the State's maximum."""
     KIND: tl.constexpr = ANGLES[0]
     OPERAND: tl.constexpr = PRODUCT[0]
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bh, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     if CAREFUL:
-        if tl.load(flag + bh * parts + part) == 0:
+        if tl.load(flag + bh * segments + segment) == 0:
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
@@ -134,13 +134,13 @@ def _causal_dkv(
     dsum, acc = tl.zeros((BL, BK), tl.float32), tl.zeros((BV, BK), tl.float32)
     acc_sin = acc
     if dsums is not None:
-        dsum += tl.load(dsums + (bh * parts + part) * DIM + kc, mask=inside, other=0.0)[None, :]
-        tile = dmemories + ((bh * parts + part) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
+        dsum += tl.load(dsums + (bh * segments + segment) * DIM + kc, mask=inside, other=0.0)[None, :]
+        tile = dmemories + ((bh * segments + segment) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
         tile_mask = inside[None, :] & (vc < VDIM)[:, None]
         acc = tl.load(tile, mask=tile_mask, other=0.0)
         if KIND != 0:
             acc_sin = tl.load(tile + DIM * VDIM, mask=tile_mask, other=0.0)
-    at = (bh * (parts + 1) + part + 1) * DIM + kc
+    at = (bh * (segments + 1) + segment + 1) * DIM + kc
     unit = tl.load(top + at, mask=inside, other=float("-inf"))
     rate = None if forget is None else log2_rate(forget, bh, heads)
     decay_exp = None if rate is None else token_decay_exps(rate, lane)
@@ -149,10 +149,10 @@ def _causal_dkv(
         dsum, acc, acc_sin = dsum * fix, acc * fix, acc_sin * fix
     later = lane[None, :] >= lane[:, None]  # queries that attend to a key
     later_tokens, ones = later.to(OPERAND), (lane[:, None] >= lane[None, :]).to(OPERAND)
-    end = min(part * span + span, length)
-    chunks = tl.cdiv(end - part * span, BL)
+    end = min(segment * span + span, length)
+    chunks = tl.cdiv(end - segment * span, BL)
     for i in range(chunks):
-        first = part * span + (chunks - 1 - i) * BL
+        first = segment * span + (chunks - 1 - i) * BL
         t = first + lane
         chunk = (bh * tl.cdiv(length, BL) + first // BL) * DIM + kc
         mx = unit
@@ -175,7 +175,7 @@ def _causal_dkv(
         zero = tl.zeros((BL, BK), tl.float32)
         score = tl.zeros((BL, BL), tl.float32)
         if forget is not None:  # from the next chunk's middle, or from the segment's last token
-            lag = tl.where(i == 0, decay_exp_until(rate, part * span, end, BL), rate * BL)
+            lag = tl.where(i == 0, decay_exp_until(rate, segment * span, end, BL), rate * BL)
         if CAREFUL:
             best = tl.maximum(mx, tl.max(decayed(x, decay_exp), 0))
             # to this chunk's units; the segment's first `unit` may differ from the exact maximum
@@ -247,23 +247,23 @@ def _plan(
     """Return the numbers of segments and of chunks, whether rows alone fill the card, and the
     launches: dq, between segments, dk and dv."""
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
-    parts, span = plan_segments(k, vdim, position.kind)
+    segments, span = plan_segments(k, vdim, position.kind)
     chosen = causal(k, vdim, position.kind)
-    rows, sizes = batch * heads, {"span": span, "parts": parts, "BK": pad(dim), "BV": pad(vdim)}
+    rows, sizes = batch * heads, {"span": span, "segments": segments, "BK": pad(dim), "BV": pad(vdim)}
     sizes |= {"BL": chosen.dq.chunk, **arguments(position, vdim, q=q, k=k, v=v, o=dout)}
 
     def forms(kernel: Any, chunks: Chunks) -> Pair:
         plain, careful = (
-            Launch(kernel, (rows, parts), CAREFUL=c is CAREFUL, **sizes, **c.options()) for c in (chunks, CAREFUL)
+            Launch(kernel, (rows, segments), CAREFUL=c is CAREFUL, **sizes, **c.options()) for c in (chunks, CAREFUL)
         )
         return plain, careful
 
-    counts = {"parts": parts, "length": length, "span": span, "heads": heads}
+    counts = {"segments": segments, "length": length, "span": span, "heads": heads}
     between = memory_launch(suffix_grads, rows, (position.halves, dim, vdim), **counts)
     filled = fills(k, vdim, position.kind)
     chunks = cdiv(length, chosen.dq.chunk)
     dq, dkv = forms(_causal_dq, chosen.dq), forms(_causal_dkv, chosen.dkv)
-    return parts, chunks, filled, dq, between, dkv
+    return segments, chunks, filled, dq, between, dkv
 
 
 def backward(
@@ -284,14 +284,14 @@ def backward(
     there was no State), and of theta (heads, slots; empty if not wanted)."""
     q, k, v, dout = map(dense_rows, (q, k, v, dout))
     (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
-    parts, chunks, filled, by_q, between, by_k = remembered(
+    segments, chunks, filled, by_q, between, by_k = remembered(
         ("causal_backward", form(q, k, v, dout), position.key), lambda: _plan(q, k, v, dout, position)
     )
     halves, rows = position.halves, batch * heads
     dq, dk, dv = map(dense_empty, (q, k, v))
     dphi = torch.empty_like(dq)
     chunk_top, chunk_total = scratch(k, rows, chunks, dim), scratch(k, rows, chunks, dim)
-    sizes = (rows, parts, dim), (rows, parts, halves * dim, vdim)
+    sizes = (rows, segments, dim), (rows, segments, halves * dim, vdim)
     before = past or not filled  # whole rows often have no State before them
     after = before or dtotal is not None or dmemory is not None
     segments, later = (tuple(scratch(k, *size) if wanted else None for size in sizes) for wanted in (before, after))

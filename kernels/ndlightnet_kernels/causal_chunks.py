@@ -99,9 +99,9 @@ def decay_state(lag, mx, sm, m, m_sin):
 
 
 @triton.jit
-def load_entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES):
+def load_entry(top, total, memory, bh, segment, segments, kc, vc, DIM, VDIM, HALVES):
     """Load the State before a segment, its memory transposed. (`top` has one more at the end.)"""
-    inside, at = kc < DIM, bh * parts + part
+    inside, at = kc < DIM, bh * segments + segment
     mx = tl.load(top + (at + bh) * DIM + kc, mask=inside, other=float("-inf"))
     sm = tl.load(total + at * DIM + kc, mask=inside, other=0.0)
     tile = memory + (at * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]

@@ -62,7 +62,7 @@ def _causal_dq(
     soh,
     length,
     span,
-    parts,
+    segments,
     heads,
     per_head,
     n1,
@@ -91,11 +91,11 @@ def _causal_dq(
     """
     KIND: tl.constexpr = ANGLES[0]
     OPERAND: tl.constexpr = PRODUCT[0]
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bh, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    begin, end = part * span, min(part * span + span, length)
+    begin, end = segment * span, min(segment * span + span, length)
     if CAREFUL:
-        if tl.load(flag + bh * parts + part) == 0:
+        if tl.load(flag + bh * segments + segment) == 0:
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
@@ -103,9 +103,9 @@ def _causal_dq(
     q_rows, k_rows = (q, b, h, sqb, sqt, sqh, DIM, UNIT), (k, b, h, skb, skt, skh, DIM, UNIT)
     v_rows, dout_rows = (v, b, h, svb, svt, svh, VDIM, UNIT), (dout, b, h, sob, sot, soh, VDIM, UNIT)
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
-    mx, sm, m, m_sin = load_entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
+    mx, sm, m, m_sin = load_entry(top, total, memory, bh, segment, segments, kc, vc, DIM, VDIM, HALVES)
     entry_top, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
-    after = top + (bh * (parts + 1) + part + 1) * DIM + kc
+    after = top + (bh * (segments + 1) + segment + 1) * DIM + kc
     rate = None if forget is None else log2_rate(forget, bh, heads)
     decay_exp = None if rate is None else token_decay_exps(rate, lane)
     if not CAREFUL:
@@ -205,8 +205,8 @@ def _causal_dq(
             rescale = fall_to(entry_top, mx, OPERAND)
             dsum = tl.sum(spread, 0) * rescale
             acc, acc_sin = acc * rescale[None, :], acc_sin * rescale[None, :]
-        tl.store(dsums + (bh * parts + part) * DIM + kc, dsum, inside)
-        to = dmemories + ((bh * parts + part) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
+        tl.store(dsums + (bh * segments + segment) * DIM + kc, dsum, inside)
+        to = dmemories + ((bh * segments + segment) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
         in_tile = inside[None, :] & (vc < VDIM)[:, None]
         tl.store(to, acc, in_tile)
         if KIND != 0:

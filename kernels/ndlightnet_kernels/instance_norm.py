@@ -81,14 +81,14 @@ def _apply(
 ):
     row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     base, first, last = _chunk(row, split, size, chunk)
-    part = tl.arange(0, SPLITS)
-    at, known = partial + (row * splits + part) * 2, part < splits
-    length = tl.where(known, tl.minimum(chunk, size - part * chunk), 0).to(tl.float32)
-    means = tl.load(at, known, 0.0)
+    index = tl.arange(0, SPLITS)
+    at, exists = partial + (row * splits + index) * 2, index < splits
+    length = tl.where(exists, tl.minimum(chunk, size - index * chunk), 0).to(tl.float32)
+    means = tl.load(at, exists, 0.0)
     origin = tl.load(partial + row * splits * 2)
     mu = origin + tl.sum(length * (means - origin), 0) / size
     off = means - mu
-    r = tl.rsqrt(tl.sum(tl.load(at + 1, known, 0.0) + length * off * off, 0) / size + tl.cast(eps, tl.float32))
+    r = tl.rsqrt(tl.sum(tl.load(at + 1, exists, 0.0) + length * off * off, 0) / size + tl.cast(eps, tl.float32))
     w = tl.load(weight + row % channels).to(tl.float32)
     b = tl.load(bias + row % channels).to(tl.float32)
     for start in range(first, last, BLOCK):
@@ -160,10 +160,10 @@ def _gradient_apply(
     row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     base, first, last = _chunk(row, split, size, chunk)
     mu, r, w, b = _row(weight, bias, mean, rstd, row, channels)
-    part = tl.arange(0, SPLITS)
-    at, known = partial + (row * splits + part) * 2, part < splits
-    plain = tl.sum(tl.load(at, known, 0.0), 0)
-    along = tl.sum(tl.load(at + 1, known, 0.0), 0)
+    index = tl.arange(0, SPLITS)
+    at, exists = partial + (row * splits + index) * 2, index < splits
+    plain = tl.sum(tl.load(at, exists, 0.0), 0)
+    along = tl.sum(tl.load(at + 1, exists, 0.0), 0)
     for start in range(first, last, BLOCK):
         lane = start + tl.arange(0, BLOCK)
         mask = lane < last
@@ -210,7 +210,7 @@ def instance_norm_silu(
     """Return SiLU(norm(x) * weight + bias + residual) in x's dtype, and the rows' mean and 1 /
     standard deviation. out: where the first is written; it may be x, if contiguous. of_whole: maps
     the rows' means and sums of squared deviations (batch, channels) to the mean and variance to
-    use, where rows are parts of larger ones."""
+    use, where rows are slabs of larger ones."""
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     weight, bias = weight.contiguous(), bias.contiguous()
     more = None if residual is None else residual.dtype

@@ -148,10 +148,10 @@ def box(shape: Sequence[int], taps: int, backward: bool = False) -> Box:
 
 def table(shapes: Sequence[Sequence[int]], firsts: Sequence[int], of: Box) -> Tensor:
     """Return the boxes of a pack's samples, (boxes, 1 + 2 axes) int64; see `box_rows`."""
-    parts = []
+    tables = []
     for shape, first in zip(shapes, firsts, strict=True):
         starts = [torch.arange(0, n, extent) for n, extent in zip(shape, of.extents, strict=True)]
         grid = torch.cartesian_prod(*starts).reshape(-1, len(shape))
         fixed = torch.tensor([first, *shape]).expand(len(grid), -1)
-        parts.append(torch.cat([fixed, grid], 1))
-    return torch.cat(parts)
+        tables.append(torch.cat([fixed, grid], 1))
+    return torch.cat(tables)

@@ -380,15 +380,15 @@ def _backward_launches(
     how = _arguments(x, shape, boxes, of, chosen)
     blocks = cdiv(how["DIM"], how["BLOCK"])
     count = max(1, cdiv(how["boxes"], max(1, chosen.programs // blocks)))
-    parts = max(1, cdiv(how["boxes"], count))
+    slots = max(1, cdiv(how["boxes"], count))
     sets = cdiv(len(offsets), chosen.taps)
     each = cdiv(len(offsets), sets)
     found = []
     for first in range(0, len(offsets), each):
         some = offsets[first : first + each]
         taps = {"LINES": lines(some, of.patch, -1), "TAPS": len(some), "MASKED": mask, "DX": sets == 1}
-        launch = Launch(_backward, (parts * blocks,), **how, each=count, **taps)
-        found.append((launch, len(some), parts))
+        launch = Launch(_backward, (slots * blocks,), **how, each=count, **taps)
+        found.append((launch, len(some), slots))
     return found
 
 
@@ -412,8 +412,8 @@ def backward(
     )
     dx = dense_empty(x) if len(launches) == 1 else None
     sums = []
-    for launch, taps, parts in launches:
-        partial = scratch(x, parts, taps, x.shape[-1])
+    for launch, taps, slots in launches:
+        partial = scratch(x, slots, taps, x.shape[-1])
         launch(du, x, weight, flags(mask), boxes, dx, partial)
         sums.append(partial.sum(0))
     return dx, sums[0] if len(sums) == 1 else torch.cat(sums)

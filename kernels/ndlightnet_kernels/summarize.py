@@ -1,4 +1,4 @@
-"""The State of one part of a source: the first half of global attention, and of segments of the
+"""The State of one split of a source: the first half of global attention, and of segments of the
 causal form. Symbols as in attention.py."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ndlightnet_kernels.tiles import (
     load,
     load_keys,
     powers,
+    read_split,
     second_channels,
     slip,
-    split_at,
     valid_tokens,
 )
 
@@ -53,7 +53,7 @@ def _fade(rate, t, end):
 
 @triton.jit
 def _collect(k_rows, v_rows, mask, freqs, rate, tops, span, kc, vc, BL, ANGLES, PRODUCT, STAGES, ROWS):
-    """Return sums of exp(k - mx) and memories y^T (p cos, p sin) of a part; with rotary also those
+    """Return sums of exp(k - mx) and memories y^T (p cos, p sin) of a split; with rotary also those
     of the pairs' second channels. Memories are transposed, so that both sides of a product lie in
     shared memory as they were read. Sums stay spread over the tile's rows until the end."""
     KIND: tl.constexpr = ANGLES[0]
@@ -133,7 +133,7 @@ def _summarize(
     svh,
     length,
     span,
-    parts,
+    n_splits,
     per_segment,
     heads,
     per_head,
@@ -158,33 +158,33 @@ def _summarize(
     STAGES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Compute the State of one part of the length, for one block of key channels (rotary: of
-    pairs). The last of the `per_segment` parts of `span` tokens may be empty. A tile's maxima cost
+    """Compute the State of one split of the length, for one block of key channels (rotary: of
+    pairs). The last of the `per_segment` splits of `span` tokens may be empty. A tile's maxima cost
     more than its products, so exponents first refer to the first tile's maximum. If a sum then
-    shows that the part's logits range too far for it, the part is computed again with the maximum
+    shows that the split's logits range too far for it, the split is computed again with the maximum
     of all its tokens. Either way no exponent overflows with `top` as its reference.
 
     forget: decay rate of each head for a token; weights are then those at the segment's end."""
     KIND: tl.constexpr = ANGLES[0]
     OPERAND: tl.constexpr = PRODUCT[0]
-    bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
+    bh, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     kc, vc = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
     inside = kc < WIDTH
     k_rows, v_rows = (k, b, h, skb, skt, skh, WIDTH, UNIT), (v, b, h, svb, svt, svh, VDIM, UNIT)
     step = tl.cdiv(tl.cdiv(span, BL), per_segment) * BL
-    begin = part // per_segment * span + part % per_segment * step
-    end = min(min(begin + step, (part // per_segment + 1) * span), length)
-    row, slot, base = b, part, prefix
+    begin = split // per_segment * span + split % per_segment * step
+    end = min(min(begin + step, (split // per_segment + 1) * span), length)
+    row, slot, base = b, split, prefix
     if splits is not None:
-        row, slot, begin, end, base = split_at(splits, part)
+        row, slot, begin, end, base = read_split(splits, split)
     angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
     freqs = slot_frequencies(angles, shapes, row, base, kc, ANGLES)
     rate = None if forget is None else log2_rate(forget, bh, heads)
     mx, mx2 = _maxima(k_rows, mask, None, begin, min(begin + BL, end), length, kc, BL, KIND)
     mx, mx2 = tl.where(mx == float("-inf"), 0.0, mx), tl.where(mx2 == float("-inf"), 0.0, mx2)
-    at = (bh * parts + slot) * DIM + kc
+    at = (bh * n_splits + slot) * DIM + kc
     _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
     sm, sm2, acc = _collect(
         k_rows, v_rows, mask, freqs, rate, (mx, mx2), (begin, end, length), kc, vc, BL, ANGLES, PRODUCT, STAGES, ROWS
@@ -202,13 +202,13 @@ def _summarize(
     fix = slip(tl.load(top + at, mask=inside, other=0.0), OPERAND)
     if forget is not None:
         mx = tl.load(top + at, mask=inside, other=0.0)
-        mx, rest = later(mx, rate * ((part // per_segment + 1) * span - end).to(tl.float32))
+        mx, rest = later(mx, rate * ((split // per_segment + 1) * span - end).to(tl.float32))
         fix *= rest
         tl.debug_barrier()
         tl.store(top + at, mx, inside)
     tl.store(total + at, sm * fix, inside)
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
-    to = memory + ((bh * parts + slot) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
+    to = memory + ((bh * n_splits + slot) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
     in_tile = (vc < VDIM)[:, None] & inside[None, :]
     if KIND == 0:
         tl.store(to, acc * fix[None, :], in_tile)

@@ -14,8 +14,8 @@ from ndlightnet_kernels import phases
 from ndlightnet_kernels.position import KINDS, FlatPosition
 
 # Numbers among the arguments of attention kernels: no program is compiled for some of them
-SIZES = ["length", "span", "parts", "per_segment", "tiles", "window", "chunks", "heads", "per_head", *phases.SIZES]
-SIZES += [f"s{tensor}{axis}" for tensor in "qkvo" for axis in "bth"]
+SIZES = ["length", "span", "n_splits", "segments", "per_segment", "tiles", "window", "chunks", "heads", "per_head"]
+SIZES += [*phases.SIZES, *(f"s{tensor}{axis}" for tensor in "qkvo" for axis in "bth")]
 
 
 # The rows of a head of a tensor (batch, length, heads, columns) are a tuple: pointer, sample, head,
@@ -43,21 +43,21 @@ def dense(b, h, t, col, length, heads, DIM: tl.constexpr):
 
 
 @triton.jit
-def split_at(splits, part):
-    """Read a part of a pack: its sample, its index among all parts in order of samples, its first
+def read_split(splits, split):
+    """Read a split of a pack: its sample, its index among all splits in order of samples, its first
     token and the one after the last, and the sample's first token."""
-    at = splits + part * 5
+    at = splits + split * 5
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 
 
 @triton.jit
-def part_at(splits, part, b, bh, h, heads, span, length, prefix):
-    """Return the sample of a part, its index among all parts, its first token and the one after the
+def split_bounds(splits, split, b, bh, h, heads, span, length, prefix):
+    """Return the sample of a split, its index among all splits, its first token and the one after the
     last, the number of tokens in front of the sample's grid, and the index of its State."""
     if splits is None:
-        return b, part, part * span, min(part * span + span, length), prefix, bh
+        return b, split, split * span, min(split * span + span, length), prefix, bh
     else:
-        row, slot, begin, end, base = split_at(splits, part)
+        row, slot, begin, end, base = read_split(splits, split)
         return row, slot, begin, end, base, row * heads + h
 
 
@@ -257,8 +257,8 @@ def scratch(like: Tensor, *shape: int) -> Tensor:
 
 
 def theta_grad(x: Tensor, partial: Tensor | None) -> Tensor:
-    """Return the gradient of each head's angles, (heads, slots), from that of all parts, (batch,
-    heads, parts, slots); None: without slots. x: (batch, length, heads, dim)."""
+    """Return the gradient of each head's angles, (heads, slots), from that of all splits, (batch,
+    heads, splits, slots); None: without slots. x: (batch, length, heads, dim)."""
     return scratch(x, x.shape[2], 0) if partial is None else partial.sum((0, 2))
 
 
@@ -299,11 +299,11 @@ def pad(n: int) -> int:
 
 
 def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
-    """Cut `length` tokens so that rows * parts is about `programs`: return (parts, span)."""
-    parts = max(1, min(programs // max(1, hint(rows)), cdiv(hint(length), 4 * block)))
-    if parts == 1:  # a number, also where the length is a symbol: there is nothing to merge
+    """Cut `length` tokens so that rows * count is about `programs`: return (count, span)."""
+    count = max(1, min(programs // max(1, hint(rows)), cdiv(hint(length), 4 * block)))
+    if count == 1:  # a number, also where the length is a symbol: there is nothing to merge
         return 1, cdiv(length, block) * block
-    span = cdiv(cdiv(length, parts), block) * block
+    span = cdiv(cdiv(length, count), block) * block
     return cdiv(length, span), span
 
 

@@ -161,13 +161,13 @@ def _window(
     """Compute the output of a chunk of queries; also its anchor and whether that failed."""
     KIND: tl.constexpr = ANGLES[0]
     OPERAND: tl.constexpr = PRODUCT[0]
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    chunk = bh * chunks + part * BL // PLAIN
+    chunk = bh * chunks + block * BL // PLAIN
     if CAREFUL:
         if tl.load(flag + chunk) == 0:
             return
-    first = part * BL
+    first = block * BL
     kc, vc, t = tl.arange(0, BK), tl.arange(0, BV), first + tl.arange(0, BL)
     angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
     freqs = slot_frequencies(angles, None, b, prefix, kc, ANGLES)

@@ -52,10 +52,10 @@ CAREFUL_BL = tl.constexpr(CAREFUL.chunk)
 
 
 @triton.jit
-def _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM, BL, PLAIN, LEAST):
+def _store_angles(dtheta, angle, bh, block, chunks, kc, inside, DIM, BL, PLAIN, LEAST):
     """Store a chunk's gradient of angles among those of the careful form's chunks, which may be
     smaller: in the first of them, zeros in the others."""
-    at = (bh * (chunks * (PLAIN // LEAST)) + part * (BL // LEAST)) * DIM + kc
+    at = (bh * (chunks * (PLAIN // LEAST)) + block * (BL // LEAST)) * DIM + kc
     tl.store(dtheta + at, angle, inside)
     for i in tl.static_range(1, BL // LEAST):
         tl.store(dtheta + at + i * DIM, tl.zeros(angle.shape, tl.float32), inside)
@@ -118,13 +118,13 @@ def _window_dq(
     """Compute dq of a chunk; also dphi, phi / s, and in the careful form each query's anchor."""
     KIND: tl.constexpr = ANGLES[0]
     OPERAND: tl.constexpr = PRODUCT[0]
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    chunk = bh * chunks + part * BL // PLAIN
+    chunk = bh * chunks + block * BL // PLAIN
     if CAREFUL:
         if tl.load(flag + chunk) == 0:
             return
-    first = part * BL
+    first = block * BL
     kc, vc, t = tl.arange(0, BK), tl.arange(0, BV), first + tl.arange(0, BL)
     angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
     freqs = slot_frequencies(angles, None, b, prefix, kc, ANGLES)
@@ -189,7 +189,7 @@ def _window_dq(
     tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), in_tile)
     if dtheta is not None:
         angle = tl.sum(from_origin(freqs, at_axis) * phi * (cos * d_sin - sin * d), 0)
-        _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM, BL, PLAIN, CAREFUL_BL)
+        _store_angles(dtheta, angle, bh, block, chunks, kc, inside, DIM, BL, PLAIN, CAREFUL_BL)
 
 
 @triton.jit
@@ -263,10 +263,10 @@ def _window_dkv(
     attends to them was flagged."""
     KIND: tl.constexpr = ANGLES[0]
     OPERAND: tl.constexpr = PRODUCT[0]
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    begin = part * BL
-    end, lost = tl.minimum(begin + BL + window - 1, length), part * 0
+    begin = block * BL
+    end, lost = tl.minimum(begin + BL + window - 1, length), block * 0
     whole = begin // PLAIN * PLAIN
     for at in range(whole, tl.minimum(whole + PLAIN + window - 1, length), PLAIN):
         lost = tl.maximum(lost, tl.load(flag + bh * chunks + at // PLAIN))
@@ -309,9 +309,9 @@ def _window_dkv(
             anchor = tl.max(level, 0)
             while tl.max(anchor, 0) > float("-inf"):
                 mine = level == anchor[None, :]
-                part_f = tl.where(mine & in_tile, f, 0.0)
+                level_f = tl.where(mine & in_tile, f, 0.0)
                 p = capped(some, anchor, decay_exp)
-                d, d_sin, down, dy = _add(p, g * part_f, part_f, tile, d, d_sin, down, dy, KIND, PRODUCT)
+                d, d_sin, down, dy = _add(p, g * level_f, level_f, tile, d, d_sin, down, dy, KIND, PRODUCT)
                 level = tl.where(mine, float("-inf"), level)
                 anchor = tl.max(level, 0)
         else:
@@ -325,7 +325,7 @@ def _window_dkv(
     )
     if dtheta is not None:
         angle = tl.sum(from_origin(freqs, at_axis) * (cos * d_sin - sin * d), 0)
-        _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM, BL, PLAIN, CAREFUL_BL)
+        _store_angles(dtheta, angle, bh, block, chunks, kc, inside, DIM, BL, PLAIN, CAREFUL_BL)
     in_tile = (u < length)[:, None] & (vc < VDIM)[None, :]
     to = dense(b, h, u, vc, length, heads, VDIM)
     tl.store(dv + to, tl.where(valid[:, None], dy, 0.0).to(dv.dtype.element_ty), in_tile)
