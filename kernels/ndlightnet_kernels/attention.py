@@ -169,8 +169,8 @@ def _summarize_plan(
     together = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
     counts = {"span": span, "n_splits": n_splits, "per_segment": each}
     tile = {"BK": bk, "BV": bv, "BLOCKS": blocks, "ROWS": together}
-    given = arguments(position, vdim, k=k, v=v)
-    launch = Launch(_summarize, (rows, n_splits), **counts, **tile, **given, **chosen.options())
+    shared = arguments(position, vdim, k=k, v=v)
+    launch = Launch(_summarize, (rows, n_splits), **counts, **tile, **shared, **chosen.options())
     rows = batch * heads
     return launch, (rows, n_splits, dim), (rows, n_splits, halves * dim, vdim)
 

@@ -390,6 +390,6 @@ def summarize_backward(
     partial_dtheta = scratch(k, *angles) if learn else None
     if partial_dtheta is not None and position.splits is not None:  # shorter splits leave tiles unset
         partial_dtheta.zero_()
-    given = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
-    launch(k, v, flags(mask), position.splits, position.shapes, *position.angles, *given, dk, dv, partial_dtheta)
+    grads = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
+    launch(k, v, flags(mask), position.splits, position.shapes, *position.angles, *grads, dk, dv, partial_dtheta)
     return dk, dv, theta_grad(k, partial_dtheta)

@@ -192,9 +192,9 @@ def _cut(x: Tensor) -> tuple[tuple[int, int], dict[str, int], dict[str, int]]:
 
 
 def _plan(x: Tensor, eps: float) -> tuple[Launch, Launch, int]:
-    grid, sizes, how = _cut(x)
-    moments = Launch(_moments, grid, **sizes, **how)
-    apply = Launch(_apply, grid, **sizes, channels=x.shape[1], eps=eps, SPLITS=power_of_2(grid[1]), **how)
+    grid, sizes, constants = _cut(x)
+    moments = Launch(_moments, grid, **sizes, **constants)
+    apply = Launch(_apply, grid, **sizes, channels=x.shape[1], eps=eps, SPLITS=power_of_2(grid[1]), **constants)
     return moments, apply, grid[1]
 
 
@@ -223,12 +223,12 @@ def instance_norm_silu(
     if of_whole is not None:
         lengths = _lengths(x, splits)
         # in float64: products of counts and equal means are exact
-        own = ((partial[..., 0].double() * lengths).sum(-1) / lengths.sum()).float()
-        off = partial[..., 0] - own[..., None]
+        average = ((partial[..., 0].double() * lengths).sum(-1) / lengths.sum()).float()
+        off = partial[..., 0] - average[..., None]
         squares = (partial[..., 1] + lengths * off * off).sum(-1)
-        whole, variance = of_whole(own, squares)
+        overall, variance = of_whole(average, squares)
         # as if each chunk had the statistics of all
-        partial[..., 0] = whole[..., None]
+        partial[..., 0] = overall[..., None]
         partial[..., 1] = variance[..., None] * lengths
     apply(x, weight, bias, residual, partial, out, mean, rstd)
     return out, mean, rstd
@@ -242,9 +242,9 @@ def _lengths(x: Tensor, splits: int) -> Tensor:
 
 
 def _backward_plan(x: Tensor) -> tuple[Launch, Launch, int]:
-    grid, sizes, how = _cut(x)
-    add = Launch(_gradient_sums, grid, **sizes, channels=x.shape[1], **how)
-    apply = Launch(_gradient_apply, grid, **sizes, channels=x.shape[1], SPLITS=power_of_2(grid[1]), **how)
+    grid, sizes, constants = _cut(x)
+    add = Launch(_gradient_sums, grid, **sizes, channels=x.shape[1], **constants)
+    apply = Launch(_gradient_apply, grid, **sizes, channels=x.shape[1], SPLITS=power_of_2(grid[1]), **constants)
     return add, apply, grid[1]
 
 
@@ -272,12 +272,12 @@ def instance_norm_silu_backward(
     partial = x.new_empty((*x.shape[:2], splits, 2), dtype=torch.float32)
     sums = x.new_empty((*x.shape[:2], 2), dtype=torch.float32)
     add(dout, x, weight, bias, residual, mean, rstd, partial)
-    own = None
+    totals = None
     if of_whole is not None:
-        own = partial.sum(-2)
-        partial.zero_()[..., 0, :] = of_whole(own)
+        totals = partial.sum(-2)
+        partial.zero_()[..., 0, :] = of_whole(totals)
     apply(dout, x, weight, bias, residual, mean, rstd, partial, dx, dresidual, sums)
-    sums = sums if own is None else own  # those of weight and bias are of these rows alone
+    sums = sums if totals is None else totals  # those of weight and bias are of these rows alone
     dbias, dweight = sums.sum(0).unbind(-1)
     # results of an operator have storages of their own
     return (dx, torch.empty_like(weight).copy_(dweight), torch.empty_like(bias).copy_(dbias), dresidual)

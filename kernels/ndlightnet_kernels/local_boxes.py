@@ -132,10 +132,10 @@ class Box(NamedTuple):
 def box(shape: Sequence[int], taps: int, backward: bool = False) -> Box:
     """Return the box for grids up to this shape: nearly a cube, no longer than the grid along any
     axis."""
-    how = plan(len(shape), taps, backward)
-    usual = (*[1] * len(shape), *how.patch)[-len(shape) :]
+    chosen = plan(len(shape), taps, backward)
+    usual = (*[1] * len(shape), *chosen.patch)[-len(shape) :]
     patch = [min(p, power_of_2(size)) for p, size in zip(usual, shape, strict=True)]
-    count, rows = how.rows, [1] * len(shape)
+    count, rows = chosen.rows, [1] * len(shape)
     while count > 1:
         extents = [p * r for p, r in zip(patch, rows, strict=True)]
         short = [a for a, size in enumerate(shape) if extents[a] < size]

@@ -68,8 +68,8 @@ def slot_frequencies(angles, shapes, sample, prefix, channel, ANGLES: tl.constex
                 reciprocals += ((4294967295 // count.to(tl.int64)).to(tl.int32),)
         if offset is not None:
             if offset.dtype.element_ty == tl.int64:
-                whole = (upper << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-                phase, far = ((first * whole) >> 32).to(tl.int32), (first - origin).to(tl.int32)
+                exact = (upper << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+                phase, far = ((first * exact) >> 32).to(tl.int32), (first - origin).to(tl.int32)
     return slot + OFFSET, high, low, counts, reciprocals, offsets, prefix, phase, far
 
 

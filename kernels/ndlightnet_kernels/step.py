@@ -86,9 +86,9 @@ def _step(
 def _plan(k: Tensor, vdim: int, position: FlatPosition) -> Launch:
     batch, heads, dim = k.shape
     bk, bv = pad(dim), min(pad(vdim), 32)
-    given = angle_arguments(position, k, wide=True)
+    angles = angle_arguments(position, k, wide=True)
     return Launch(
-        _step, (batch * heads, cdiv(vdim, bv)), heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv, **given, num_warps=4
+        _step, (batch * heads, cdiv(vdim, bv)), heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv, **angles, num_warps=4
     )
 
 
@@ -100,8 +100,8 @@ def step(
     batch, heads, vdim = v.shape
     dtypes = q.dtype, k.dtype, v.dtype, top.dtype, total.dtype, memory.dtype
     launch = remembered(("step", k.device, dtypes, k.shape, vdim, position.key), lambda: _plan(k, vdim, position))
-    given = [x.contiguous() for x in (q, k, v, top, total, memory)]
+    tensors = [x.contiguous() for x in (q, k, v, top, total, memory)]
     out = torch.empty(batch, heads, vdim, dtype=q.dtype, device=q.device)
-    new = [torch.empty_like(x) for x in given[3:]]
-    launch(*given, *position.angles, out, *new)
+    new = [torch.empty_like(x) for x in tensors[3:]]
+    launch(*tensors, *position.angles, out, *new)
     return out, new[0], new[1], new[2]

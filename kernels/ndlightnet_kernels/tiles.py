@@ -13,7 +13,7 @@ from torch import Tensor
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.position import KINDS, FlatPosition
 
-# Numbers among the arguments of attention kernels: no program is compiled for some of them
+# Numbers among the arguments of attention kernels: a new one compiles nothing
 SIZES = ["length", "span", "n_splits", "segments", "per_segment", "tiles", "window", "chunks", "heads", "per_head"]
 SIZES += [*phases.SIZES, *(f"s{tensor}{axis}" for tensor in "qkvo" for axis in "bth")]
 

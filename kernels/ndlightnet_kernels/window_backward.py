@@ -267,8 +267,8 @@ def _window_dkv(
     b, h = bh // heads, bh % heads
     begin = block * BL
     end, lost = tl.minimum(begin + BL + window - 1, length), block * 0
-    whole = begin // PLAIN * PLAIN
-    for at in range(whole, tl.minimum(whole + PLAIN + window - 1, length), PLAIN):
+    start = begin // PLAIN * PLAIN
+    for at in range(start, tl.minimum(start + PLAIN + window - 1, length), PLAIN):
         lost = tl.maximum(lost, tl.load(flag + bh * chunks + at // PLAIN))
     if (lost == 0) if CAREFUL else (lost != 0):
         return
@@ -360,10 +360,10 @@ def backward(
     batch, _, heads, dim = k.shape
     chunks = top.shape[1] * (chosen.dq.chunk // CAREFUL.chunk)
     dtheta_q, dtheta_k = (scratch(k, batch, heads, chunks, dim) if learn else None for _ in range(2))
-    given = *inputs, flags(mask), *position.angles, forget, top, flag, levels
+    tensors = *inputs, flags(mask), *position.angles, forget, top, flag, levels
     for launch in by_q:
-        launch(*given, dq, dphi, features, dtheta_q)
+        launch(*tensors, dq, dphi, features, dtheta_q)
     for launch in by_k:
-        launch(*given, dphi, features, dk, dv, dtheta_k)
+        launch(*tensors, dphi, features, dk, dv, dtheta_k)
     partial = None if dtheta_q is None or dtheta_k is None else dtheta_q + dtheta_k
     return dq, dk, dv, theta_grad(k, partial)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.ops import Position, axis_causal_attention
+from ndlightnet.ops import axis_causal_attention
 from ndlightnet.ops.lightnet import _triton_window
 from ndlightnet_kernels.position import NO_POSITION
 
-from .kernel_cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
+from .kernel_cases import BRAIN, DEVICE, HALF, LOGITS, Case, on_gpu
 from .test_kernel_operators import CHECKS
 from .yardstick import check
 
@@ -84,34 +84,6 @@ def test_full_size(window):
     for x, y in zip(*results, strict=True):
         error = (x[-1:, :, -1:] - y).square().mean().sqrt()
         assert error <= 4 * torch.finfo(BRAIN).eps * y.square().mean().sqrt()
-
-
-def test_what_is_not_seen_gets_a_gradient_of_exactly_zero():
-    problem = Problem.random(LINE._replace(shape=(40,), window=5))
-    leaves = [problem.leaves[name].requires_grad_() for name in "qkv"]
-    out, _ = axis_causal_attention(*leaves, 40, window=5, impl="triton")
-    for t in (2, 31, 33):
-        token = out[:, t].square().sum()
-        for name, x in zip("qkv", grad(token, leaves, retain_graph=True), strict=True):
-            first = t if name == "q" else max(0, t - 4)
-            assert not x[:, t + 1 :].any() and not x[:, :first].any() and x[:, t].any()
-
-
-@pytest.mark.slow
-def test_parts_are_the_whole(close):
-    """From State to State, with angles and decay."""
-    problem = Problem.random(Case((40,), 6, 4, "cosine", heads=1, window=6, forget=0.2))
-    q, k, v = (problem.leaves[name] for name in "qkv")
-    options = {"window": 6, "forget": 0.2, "impl": "triton"}
-    out, state = [], None
-    for at, n in ((0, 3), (3, 20), (23, 1), (24, 16)):
-        now, place = slice(at, at + n), Position(problem.leaves["theta"], (n,), offset=(at,))
-        y, state = axis_causal_attention(q[:, now], k[:, now], v[:, now], n, position=place, state=state, **options)
-        out.append(y)
-    whole, last = axis_causal_attention(q, k, v, 40, position=problem.place(), **options)
-    close(torch.cat(out, 1), whole, 2e-6)
-    for x, y in zip(state, last, strict=True):
-        close(x, y, 2e-6)
 
 
 @pytest.mark.slow

@@ -61,18 +61,8 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
         out, state = causal_attention(q, k, v, mask=mask, position=place, state=state, forget=problem.fade(), impl=impl)
         return {"out": out, **state._asdict()}
     if form == "frames":
-        out, state = axis_causal_attention(
-            q,
-            k,
-            v,
-            c.shape[0],
-            mask=mask,
-            position=place,
-            state=state,
-            window=c.window,
-            forget=problem.fade(),
-            impl=impl,
-        )
+        past = {"state": state, "window": c.window, "forget": problem.fade()}
+        out, state = axis_causal_attention(q, k, v, c.shape[0], mask=mask, position=place, impl=impl, **past)
         return {"out": out} if c.window == 1 else {"out": out, **state._asdict()}
 
     # parts of one axis: views, at other addresses and strides
