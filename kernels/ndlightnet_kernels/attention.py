@@ -1,6 +1,6 @@
 """Global attention: merge a source into its State, and read a State with queries.
 
-Every tensor is read or written once. The length is split over the card; the parts are merged in a
+Every tensor is read or written once. The length is split over the card; the n_splits are merged in a
 fixed order, so results do not change from run to run. p is exp(k - top); a memory has dim rows, or
 2 * dim with MD-LRPE (cos half, sin half); fa, fb: features of a query, see `rope_features`.
 """
@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels import phases
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
 from ndlightnet_kernels.plans import operand_bytes, plan, split_count
 from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import merge_launch, reciprocal_sum
-from ndlightnet_kernels.summarize import KV, _summarize
+from ndlightnet_kernels.summarize import _summarize
 from ndlightnet_kernels.tiles import (
+    SIZES,
     arguments,
     cdiv,
     dense,
@@ -29,15 +29,14 @@ from ndlightnet_kernels.tiles import (
     form,
     interleave,
     load,
-    operand,
     pad,
-    part_at,
     processors,
     rope_features,
     scratch,
+    second_channels,
     silu,
     split,
-    strides,
+    split_bounds,
 )
 
 
@@ -63,15 +62,15 @@ def _read_memory(total, memory, bh, c, vc, DIM: tl.constexpr, VDIM: tl.constexpr
 
 
 @triton.jit
-def _load_query(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr):
-    x1 = load(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, UNIT).to(tl.float32)
+def _load_query(q_rows, t, c, valid, KIND: tl.constexpr):
+    x1 = load(q_rows, t, c, valid).to(tl.float32)
     x2 = x1
     if KIND == 2:
-        x2 = load(q + WIDTH, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, UNIT).to(tl.float32)
+        x2 = load(second_channels(q_rows), t, c, valid).to(tl.float32)
     return x1, x2
 
 
-@triton.jit(do_not_specialize=["length", "span", "heads", "per_head", "sqb", "sqt", "sqh", *phases.SIZES])
+@triton.jit(do_not_specialize=SIZES)
 def _read(
     q,
     total,
@@ -103,48 +102,43 @@ def _read(
     BV: tl.constexpr,
     BL: tl.constexpr,
     BLOCKS: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
+    ANGLES: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute the output of a part of the queries, for one block of value channels."""
-    bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
+    """Compute the output of a split of the queries, for one block of value channels."""
+    KIND: tl.constexpr = ANGLES[0]
+    SLOTS: tl.constexpr = ANGLES[2]
+    OPERAND: tl.constexpr = PRODUCT[0]
+    bh, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, part, begin, end, base, state = part_at(splits, part, b, bh, h, heads, span, length, prefix)
+    row, _slot, begin, end, base, state = split_bounds(splits, split, b, bh, h, heads, span, length, prefix)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.arange(0, BK), tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
     m = ma.to(OPERAND)
     if KIND != 0:
         m = tl.trans(interleave(tl.trans(m), tl.trans(mb.to(OPERAND)), even(SLOTS, VDIM)))
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, shapes, row, base, c, ANGLES)
+    q_rows = (q, b, h, sqb, sqt, sqh, WIDTH, UNIT)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         valid = t < end
-        x1, x2 = _load_query(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, KIND, UNIT)
+        x1, x2 = _load_query(q_rows, t, c, valid, KIND)
         x1, _ = silu(x1)
         y = tl.zeros((BL, BV), tl.float32)
         if KIND == 0:
-            y = dot(x1, m, y, OPERAND, PRECISION)
+            y = dot(x1, m, y, PRODUCT)
         else:
             if KIND == 2:
                 x2, _ = silu(x2)
-            at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
-            cos, sin = cos_sin(freqs, at_axis, WIDE)
+            at_axis = coordinates(freqs, t, ANGLES)
+            cos, sin = cos_sin(freqs, at_axis, ANGLES)
             fa, fb = rope_features(x1, x2, cos, sin, KIND)
             f = interleave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
-            y = dot(f, m, y, OPERAND, PRECISION)
+            y = dot(f, m, y, PRODUCT)
         to = out + dense(b, h, t, vc, length, heads, VDIM)
         tl.store(to, y.to(out.dtype.element_ty), valid[:, None] & (vc < VDIM)[None, :])
 
@@ -154,10 +148,9 @@ Sizes = tuple[int, ...]
 
 
 def _summarize_plan(
-    k: Tensor, v: Tensor, masked: bool, position: FlatPosition, segments: tuple[int, int] | None
+    k: Tensor, v: Tensor, position: FlatPosition, segments: tuple[int, int] | None
 ) -> tuple[Launch, Sizes, Sizes]:
     """Return the launch, and sizes of sums and of memories."""
-    strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), position.width(dim)
     chosen = plan("summarize", pad(width), bv, position.kind, operand_bytes(k))
@@ -165,45 +158,26 @@ def _summarize_plan(
     blocks, halves = cdiv(width, bk), position.halves
     rows, at_once, each = batch * heads * blocks, chosen.programs * processors(k), 1
     if position.splits is not None:
-        parts, span = position.splits.shape[0], block
+        n_splits, span = position.splits.shape[0], block
     elif segments is None:
-        parts, span = split(length, rows, block, at_once)
+        n_splits, span = split(length, rows, block, at_once)
     else:
-        parts, span = segments
-        each = split_count(rows * parts, at_once, span // block)
-        parts *= each
+        n_splits, span = segments
+        each = split_count(rows * n_splits, at_once, span // block)
+        n_splits *= each
     # tokens that a program's threads load at once: sums within a thread need no exchange
     together = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
-    launch = Launch(
-        _summarize,
-        (rows, parts),
-        length=length,
-        span=span,
-        parts=parts,
-        per_segment=each,
-        heads=heads,
-        **dict(zip(KV, strided, strict=True)),
-        DIM=dim,
-        VDIM=vdim,
-        BK=bk,
-        BV=bv,
-        BL=block,
-        BLOCKS=blocks,
-        MASKED=masked,
-        UNIT=unit,
-        STAGES=chosen.stages,
-        ROWS=together,
-        **arguments(position, k),
-        **operand(k),
-        **chosen.options(),
-    )
+    counts = {"span": span, "n_splits": n_splits, "per_segment": each}
+    tile = {"BK": bk, "BV": bv, "BLOCKS": blocks, "ROWS": together}
+    shared = arguments(position, vdim, k=k, v=v)
+    launch = Launch(_summarize, (rows, n_splits), **counts, **tile, **shared, **chosen.options())
     rows = batch * heads
-    return launch, (rows, parts, dim), (rows, parts, halves * dim, vdim)
+    return launch, (rows, n_splits, dim), (rows, n_splits, halves * dim, vdim)
 
 
-def parts_of_segments(k: Tensor, v: Tensor, position: FlatPosition, segments: tuple[int, int]) -> int:
-    """Return how many parts `summarize_splits` makes of `segments`, (number, tokens) of segments."""
-    return _summarize_plan(dense_rows(k), dense_rows(v), False, position, segments)[1][1]
+def splits_of_segments(k: Tensor, v: Tensor, position: FlatPosition, segments: tuple[int, int]) -> int:
+    """Return how many splits `summarize_splits` makes of `segments`, (number, tokens) of segments."""
+    return _summarize_plan(dense_rows(k), dense_rows(v), position, segments)[1][1]
 
 
 def summarize_splits(
@@ -214,13 +188,12 @@ def summarize_splits(
     segments: tuple[int, int] | None = None,
     forget: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return States (batch * heads, parts, ...) of as many parts as suit the card; with `segments`,
-    (number, tokens) of segments, of as many parts of each segment. forget: decay rate of each head
+    """Return States (batch * heads, splits, ...) of as many splits as suit the card; with `segments`,
+    (number, tokens) of segments, of as many splits of each segment. forget: decay rate of each head
     for a token, float32; weights are then those at the segment's last token."""
-    k, v, masked = dense_rows(k), dense_rows(v), mask is not None
+    k, v = dense_rows(k), dense_rows(v)
     launch, sums, memories = remembered(
-        ("summarize", form(k, v), masked, position.key, segments),
-        lambda: _summarize_plan(k, v, masked, position, segments),
+        ("summarize", form(k, v), position.key, segments), lambda: _summarize_plan(k, v, position, segments)
     )
     top, total, memory = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
     tables = position.splits, position.shapes
@@ -231,47 +204,30 @@ def summarize_splits(
 def summarize(k: Tensor, v: Tensor, mask: Tensor | None, position: FlatPosition) -> tuple[Tensor, Tensor, Tensor]:
     """Return the State of k, v (batch, length, heads, dim); mask (batch, length) bool or None."""
     top, total, memory = summarize_splits(k, v, mask, position)
-    (batch, _, heads, dim), vdim, parts = k.shape, v.shape[-1], top.shape[1]
+    (batch, _, heads, dim), vdim, n_splits = k.shape, v.shape[-1], top.shape[1]
     batch, halves = position.samples(batch), position.halves
     sums, memories = (batch, heads, dim), (batch, heads, halves * dim, vdim)
-    if position.first is None and isinstance(parts, int) and parts == 1:
+    if position.first is None and isinstance(n_splits, int) and n_splits == 1:
         return top.view(sums), total.view(sums), memory.view(memories)
     joined = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
-    merge = merge_launch(k.device, batch, parts, heads, (halves, dim, vdim))
+    merge = merge_launch(k.device, batch, n_splits, heads, (halves, dim, vdim))
     merge(top, total, memory, position.first, *joined)
     return joined
 
 
 def _read_plan(q: Tensor, vdim: int, position: FlatPosition) -> Launch:
-    strided, unit = strides(q)
     batch, length, heads, dim = q.shape
     bk, bv = pad(position.width(dim)), pad(vdim)
     # the features of a query are read whole, so here the cut is along the values
     chosen = plan("read", bv, bk, position.kind, operand_bytes(q))
     block, bv = chosen.block, chosen.keys
     blocks = cdiv(vdim, bv)
-    parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
+    n_splits, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
     if position.splits is not None:
-        parts = position.splits.shape[0]
-    return Launch(
-        _read,
-        (batch * heads * blocks, parts),
-        length=length,
-        span=span,
-        heads=heads,
-        **dict(zip(("sqb", "sqt", "sqh"), strided, strict=True)),
-        DIM=dim,
-        VDIM=vdim,
-        BK=bk,
-        BV=bv,
-        BL=block,
-        BLOCKS=blocks,
-        UNIT=unit,
-        STAGES=chosen.stages,
-        **arguments(position, q),
-        **operand(q),
-        **chosen.options(),
-    )
+        n_splits = position.splits.shape[0]
+    sizes = {"span": span, "BK": bk, "BV": bv, "BLOCKS": blocks}
+    grid = (batch * heads * blocks, n_splits)
+    return Launch(_read, grid, **sizes, **arguments(position, vdim, q=q), **chosen.options())
 
 
 def read(q: Tensor, total: Tensor, memory: Tensor, position: FlatPosition) -> Tensor:

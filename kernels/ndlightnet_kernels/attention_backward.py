@@ -16,8 +16,9 @@ from ndlightnet_kernels.phases import coordinates, cos_sin, cos_sin_once, from_o
 from ndlightnet_kernels.plans import operand_bytes, plan
 from ndlightnet_kernels.position import KINDS, FlatPosition
 from ndlightnet_kernels.segments import join_grads
-from ndlightnet_kernels.summarize import KV, SIZES, _keys
+from ndlightnet_kernels.summarize import _keys
 from ndlightnet_kernels.tiles import (
+    SIZES,
     arguments,
     cdiv,
     deinterleave,
@@ -29,9 +30,7 @@ from ndlightnet_kernels.tiles import (
     form,
     interleave,
     load,
-    operand,
     pad,
-    part_at,
     powers,
     processors,
     rope_features,
@@ -40,13 +39,13 @@ from ndlightnet_kernels.tiles import (
     scratch,
     silu,
     split,
-    strides,
+    split_bounds,
     theta_grad,
     valid_tokens,
 )
 
 
-@triton.jit(do_not_specialize=[*SIZES, "sqb", "sqt", "sqh", "sob", "sot", "soh"])
+@triton.jit(do_not_specialize=SIZES)
 def _read_backward(
     q,
     dout,
@@ -67,7 +66,7 @@ def _read_backward(
     soh,
     length,
     span,
-    parts,
+    n_splits,
     heads,
     per_head,
     n1,
@@ -85,24 +84,19 @@ def _read_backward(
     BV: tl.constexpr,
     BL: tl.constexpr,
     BLOCKS: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
-    LEARN: tl.constexpr,
+    ANGLES: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute dq, and a part's gradient (fa, fb)^T dout of the normalised memory, for a block of
+    """Compute dq, and a split's gradient (fa, fb)^T dout of the normalised memory, for a block of
     features."""
-    bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
+    KIND: tl.constexpr = ANGLES[0]
+    SLOTS: tl.constexpr = ANGLES[2]
+    OPERAND: tl.constexpr = PRODUCT[0]
+    bh, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, slot, begin, end, base, state = part_at(splits, part, b, bh, h, heads, span, length, prefix)
+    row, slot, begin, end, base, state = split_bounds(splits, split, b, bh, h, heads, span, length, prefix)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
@@ -111,46 +105,45 @@ def _read_backward(
         m = interleave(m, tl.trans(mb.to(OPERAND)), even(SLOTS, VDIM))
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     dmem = tl.zeros((BV, HALVES * BK), tl.float32)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, shapes, row, base, c, ANGLES)
     learnt = tl.zeros((BL // 16, 8, BK), tl.float32)
+    q_rows, dout_rows = (q, b, h, sqb, sqt, sqh, WIDTH, UNIT), (dout, b, h, sob, sot, soh, VDIM, UNIT)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         valid = t < end
-        x1, x2 = _load_query(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, KIND, UNIT)
-        do = load(dout, b, h, t, vc, valid, sob, sot, soh, VDIM, UNIT)
+        x1, x2 = _load_query(q_rows, t, c, valid, KIND)
+        do = load(dout_rows, t, vc, valid)
         x1, slope1 = silu(x1)
         to = dq + ((b * length + t) * heads + h)[:, None] * DIM + c[None, :]
         in_tile = valid[:, None] & (c < WIDTH)[None, :]
-        df = dot(do, m, tl.zeros((BL, HALVES * BK), tl.float32), OPERAND, PRECISION)
+        df = dot(do, m, tl.zeros((BL, HALVES * BK), tl.float32), PRODUCT)
         if KIND == 0:
-            dmem = dot(tl.trans(do), x1, dmem, OPERAND, PRECISION)
+            dmem = dot(tl.trans(do), x1, dmem, PRODUCT)
             tl.store(to, (df * slope1).to(dq.dtype.element_ty), in_tile)
         else:
             slope2 = slope1
             if KIND == 2:
                 x2, slope2 = silu(x2)
-            if LEARN or KIND == 1:
-                cos, sin = cos_sin_once(freqs, t, AXES, TOTAL, WIDE, PREFIX)
+            if dtheta is not None or KIND == 1:
+                cos, sin = cos_sin_once(freqs, t, ANGLES)
             else:
-                cos, sin = cos_sin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX), WIDE)
+                cos, sin = cos_sin(freqs, coordinates(freqs, t, ANGLES), ANGLES)
             fa, fb = rope_features(x1, x2, cos, sin, KIND)
             f = interleave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
-            dmem = dot(tl.trans(do), f, dmem, OPERAND, PRECISION)
+            dmem = dot(tl.trans(do), f, dmem, PRODUCT)
             da, db = deinterleave(df)
             d1, d2 = rope_features_backward(da, db, cos, sin, KIND)
             tl.store(to, (d1 * slope1).to(dq.dtype.element_ty), in_tile)
             if KIND == 2:
                 tl.store(to + WIDTH, (d2 * slope2).to(dq.dtype.element_ty), in_tile)
-            if LEARN:
-                at_axis = from_origin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX))
+            if dtheta is not None:
+                at_axis = from_origin(freqs, coordinates(freqs, t, ANGLES))
                 learnt += rows_added(at_axis * (fa * db - fb * da))
-    if LEARN:
-        at = dtheta + (bh * parts + slot) * WIDTH + c
+    if dtheta is not None:
+        at = dtheta + (bh * n_splits + slot) * WIDTH + c
         tl.store(at, tl.sum(tl.sum(learnt, 0), 0), c < WIDTH)
-    to = dmemories + ((bh * parts + slot) * (HALVES * WIDTH) + c)[None, :] * VDIM + vc[:, None]
+    to = dmemories + ((bh * n_splits + slot) * (HALVES * WIDTH) + c)[None, :] * VDIM + vc[:, None]
     in_tile = (vc < VDIM)[:, None] & (c < WIDTH)[None, :]
     if KIND == 0:
         tl.store(to, dmem, in_tile)
@@ -161,9 +154,7 @@ def _read_backward(
 
 
 @triton.jit
-def _grad_tile(
-    dmemory, bh, kc, inside, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr, OPERAND: tl.constexpr
-):
+def _grad_tile(dmemory, bh, kc, inside, vc, DIM, VDIM, KIND, OPERAND):
     """Load dmemory of some channels, transposed, its cos and sin halves interleaved."""
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     in_tile = (vc < VDIM)[:, None] & inside[None, :]
@@ -176,9 +167,7 @@ def _grad_tile(
 
 
 @triton.jit
-def _grads(
-    top, dtotal, dmemory, bh, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr, OPERAND: tl.constexpr
-):
+def _grads(top, dtotal, dmemory, bh, kc, vc, DIM, VDIM, KIND, OPERAND):
     """Load dmemory, top and dtotal of channels `kc`; with rotary also of pairs' second channels."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     inside = kc < WIDTH
@@ -195,54 +184,24 @@ def _grads(
 
 
 @triton.jit
-def _key_block(
-    k,
-    dk,
-    dtheta,
-    y,
-    dy,
-    grads,
-    freqs,
-    b,
-    h,
-    t,
-    tile,
-    kc,
-    valid,
-    inside,
-    end,
-    length,
-    heads,
-    skb,
-    skt,
-    skh,
-    DIM: tl.constexpr,
-    BK: tl.constexpr,
-    BL: tl.constexpr,
-    KIND: tl.constexpr,
-    AXES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    PREFIX: tl.constexpr,
-    LEARN: tl.constexpr,
-    MASKED: tl.constexpr,
-    UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile, kc, ANGLES, PRODUCT):
     """Store dk of some channels of a tile of tokens; return dy plus what these add to it."""
-    WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
+    KIND: tl.constexpr = ANGLES[0]
+    SLOTS: tl.constexpr = ANGLES[2]
+    OPERAND: tl.constexpr = PRODUCT[0]
     HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
+    t, valid, inside, end = tokens
+    length, heads, dim = size
+    b, h, width = k_rows[1], k_rows[2], k_rows[6]
     g, mx, dsum, mx2, dsum2 = grads
-    x, x2 = _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
-    to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
-    in_tile = inside[:, None] & (kc < WIDTH)[None, :]
-    dp = dot(y, g, tl.zeros((BL, HALVES * BK), tl.float32), OPERAND, PRECISION)
+    x, x2 = _keys(k_rows, mask, t, kc, valid, end, KIND)
+    to = dk + ((b * length + t) * heads + h)[:, None] * dim + kc[None, :]
+    in_tile = inside[:, None] & (kc < width)[None, :]
+    dp = dot(y, g, tl.zeros((t.shape[0], HALVES * kc.shape[0]), tl.float32), PRODUCT)
     p = powers(x, mx, OPERAND)
     f = p.to(OPERAND)
     if KIND != 0:
-        cos, sin = cos_sin_once(freqs, t, AXES, TOTAL, WIDE, PREFIX)
+        cos, sin = cos_sin_once(freqs, t, ANGLES)
         f = interleave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
         if KIND == 2:
             p2 = powers(x2, mx2, OPERAND)
@@ -252,7 +211,7 @@ def _key_block(
             da, db = deinterleave(dp2)
             dp2 = da * cos + db * sin
             dp2 = p2 * (dp2 + dsum2[None, :])
-            tl.store(to + WIDTH, dp2.to(dk.dtype.element_ty), in_tile)
+            tl.store(to + width, dp2.to(dk.dtype.element_ty), in_tile)
             twist = p2 * (cos * db - sin * da)
         da, db = deinterleave(dp)
         dp = da * cos + db * sin
@@ -261,14 +220,14 @@ def _key_block(
         else:
             twist = p * (cos * db - sin * da)
     tl.store(to, (p * (dp + dsum[None, :])).to(dk.dtype.element_ty), in_tile)
-    if LEARN:  # a sum for each tile: one of all tiles would not fit in registers
-        at_axis = from_origin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX))
-        at = dtheta + tile * WIDTH + kc
-        tl.store(at, tl.sum(at_axis * twist, 0), kc < WIDTH)
-    return dot(f, tl.trans(g), dy, OPERAND, PRECISION)
+    if dtheta is not None:  # a sum for each tile: one of all tiles would not fit in registers
+        at_axis = from_origin(freqs, coordinates(freqs, t, ANGLES))
+        at = dtheta + tile * width + kc
+        tl.store(at, tl.sum(at_axis * twist, 0), kc < width)
+    return dot(f, tl.trans(g), dy, PRODUCT)
 
 
-@triton.jit(do_not_specialize=[*(s for s in SIZES if s != "parts"), "tiles", *KV])
+@triton.jit(do_not_specialize=SIZES)
 def _summarize_backward(
     k,
     v,
@@ -309,118 +268,41 @@ def _summarize_backward(
     BV: tl.constexpr,
     BL: tl.constexpr,
     BLOCKS: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
-    LEARN: tl.constexpr,
-    MASKED: tl.constexpr,
+    ANGLES: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute dk and dv of a part: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Compute dk and dv of a split: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
+    KIND: tl.constexpr = ANGLES[0]
+    OPERAND: tl.constexpr = PRODUCT[0]
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
+    bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, slot, begin, end, base, state = part_at(splits, part, b, bh, h, heads, span, length, prefix)
+    row, slot, begin, end, base, state = split_bounds(splits, split, b, bh, h, heads, span, length, prefix)
     vc, kc = tl.arange(0, BV), tl.arange(0, BK)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, shapes, row, each, base, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, shapes, row, base, kc, ANGLES)
+    k_rows, v_rows = (k, b, h, skb, skt, skh, WIDTH, UNIT), (v, b, h, svb, svt, svh, VDIM, UNIT)
+    size = (length, heads, DIM)
     grads = _grads(top, dtotal, dmemory, state, kc, vc, DIM, VDIM, KIND, OPERAND)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         tile = bh * tiles + slot * (span // BL) + (first - begin) // BL
         inside = t < end
-        valid = valid_tokens(mask, b, t, end, length, MASKED)
-        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
+        valid = valid_tokens(mask, b, t, end, length)
+        tokens = (t, valid, inside, end)
+        y = load(v_rows, t, vc, valid)
         dy = tl.zeros((BL, BV), tl.float32)
         if BLOCKS == 1:
-            dy = _key_block(
-                k,
-                dk,
-                dtheta,
-                y,
-                dy,
-                grads,
-                freqs,
-                b,
-                h,
-                t,
-                tile,
-                kc,
-                valid,
-                inside,
-                end,
-                length,
-                heads,
-                skb,
-                skt,
-                skh,
-                DIM,
-                BK,
-                BL,
-                KIND,
-                AXES,
-                SLOTS,
-                TOTAL,
-                WIDE,
-                PREFIX,
-                LEARN,
-                MASKED,
-                UNIT,
-                OPERAND,
-                PRECISION,
-            )
+            dy = _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile, kc, ANGLES, PRODUCT)
         else:  # a head wider than a tile: its memory does not stay on chip
             for block in tl.range(0, BLOCKS, num_stages=1):
                 c = block * BK + kc
                 some = _grads(top, dtotal, dmemory, state, c, vc, DIM, VDIM, KIND, OPERAND)
-                its = slot_frequencies(
-                    theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
-                )
-                dy = _key_block(
-                    k,
-                    dk,
-                    dtheta,
-                    y,
-                    dy,
-                    some,
-                    its,
-                    b,
-                    h,
-                    t,
-                    tile,
-                    c,
-                    valid,
-                    inside,
-                    end,
-                    length,
-                    heads,
-                    skb,
-                    skt,
-                    skh,
-                    DIM,
-                    BK,
-                    BL,
-                    KIND,
-                    AXES,
-                    SLOTS,
-                    TOTAL,
-                    WIDE,
-                    PREFIX,
-                    LEARN,
-                    MASKED,
-                    UNIT,
-                    OPERAND,
-                    PRECISION,
-                )
-        if MASKED:
+                its = slot_frequencies(angles, shapes, row, base, c, ANGLES)
+                dy = _key_block(k_rows, mask, dk, dtheta, y, dy, some, its, tokens, size, tile, c, ANGLES, PRODUCT)
+        if mask is not None:
             dy = tl.where(valid[:, None], dy, 0.0)
         to = dv + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
         tl.store(to, dy.to(dv.dtype.element_ty), inside[:, None] & (vc < VDIM)[None, :])
@@ -434,51 +316,23 @@ def _read_plan(
     q: Tensor, dout: Tensor, vdim: int, position: FlatPosition, learn: bool
 ) -> tuple[Launch, Launch, Sizes, Sizes]:
     """Return the two launches, and sizes of gradients of memories and of angles."""
-    strided, unit = strides(q, dout)
     batch, length, heads, dim = q.shape
     width, halves, bv = position.width(dim), position.halves, pad(vdim)
     chosen = plan("read_backward", pad(width), bv, position.kind, operand_bytes(q), learn)
     block, bk = chosen.block, chosen.keys
     blocks = cdiv(width, bk)
-    parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
+    n_splits, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
     if position.splits is not None:
-        parts = position.splits.shape[0]
-    launch = Launch(
-        _read_backward,
-        (batch * heads * blocks, parts),
-        length=length,
-        span=span,
-        parts=parts,
-        heads=heads,
-        **dict(zip(("sqb", "sqt", "sqh", "sob", "sot", "soh"), strided, strict=True)),
-        DIM=dim,
-        VDIM=vdim,
-        BK=bk,
-        BV=bv,
-        BL=block,
-        BLOCKS=blocks,
-        LEARN=learn,
-        UNIT=unit,
-        STAGES=chosen.stages,
-        **arguments(position, q),
-        **operand(q),
-        **chosen.options(),
-    )
+        n_splits = position.splits.shape[0]
+    counts = {"n_splits": n_splits, "span": span, "BK": bk, "BV": bv, "BLOCKS": blocks}
+    grid = (batch * heads * blocks, n_splits)
+    launch = Launch(_read_backward, grid, **counts, **arguments(position, vdim, q=q, o=dout), **chosen.options())
     some = max(1, 256 // bv)
-    join = Launch(
-        join_grads,
-        (position.samples(batch) * heads, cdiv(width, some)),
-        parts=parts,
-        heads=heads,
-        DIM=dim,
-        VDIM=vdim,
-        BV=bv,
-        KIND=KINDS[position.kind],
-        BC=some,
-        num_warps=2,
-    )
-    sizes = (batch * heads, parts, halves * width, vdim)
-    return launch, join, sizes, (batch, heads, parts, width)
+    tile = {"DIM": dim, "VDIM": vdim, "BV": bv, "KIND": KINDS[position.kind], "BC": some}
+    grid = (position.samples(batch) * heads, cdiv(width, some))
+    join = Launch(join_grads, grid, n_splits=n_splits, heads=heads, **tile, num_warps=2)
+    sizes = (batch * heads, n_splits, halves * width, vdim)
+    return launch, join, sizes, (batch, heads, n_splits, width)
 
 
 def read_backward(
@@ -500,40 +354,20 @@ def read_backward(
     return dq, dtotal, dmemory, theta_grad(q, partial_dtheta)
 
 
-def _summarize_plan(k: Tensor, v: Tensor, masked: bool, position: FlatPosition, learn: bool) -> tuple[Launch, Sizes]:
+def _summarize_plan(k: Tensor, v: Tensor, position: FlatPosition, learn: bool) -> tuple[Launch, Sizes]:
     """Return the launch, and sizes of gradients of angles."""
-    strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), position.width(dim)
     chosen = plan("summarize_backward", pad(width), bv, position.kind, operand_bytes(k), learn)
     block, bk = chosen.block, chosen.keys
-    parts, span = split(length, batch * heads, block, chosen.programs * processors(k))
+    n_splits, span = split(length, batch * heads, block, chosen.programs * processors(k))
     tiles = cdiv(length, block)
     if position.splits is not None:
-        parts, span = position.splits.shape[0], position.span
-        tiles = parts * cdiv(span, block)
-    launch = Launch(
-        _summarize_backward,
-        (batch * heads, parts),
-        length=length,
-        span=span,
-        tiles=tiles,
-        heads=heads,
-        **dict(zip(KV, strided, strict=True)),
-        DIM=dim,
-        VDIM=vdim,
-        BK=bk,
-        BV=bv,
-        BL=block,
-        BLOCKS=cdiv(width, bk),
-        LEARN=learn,
-        MASKED=masked,
-        UNIT=unit,
-        STAGES=chosen.stages,
-        **arguments(position, k),
-        **operand(k),
-        **chosen.options(),
-    )
+        n_splits, span = position.splits.shape[0], position.span
+        tiles = n_splits * cdiv(span, block)
+    sizes = {"span": span, "tiles": tiles, "BK": bk, "BV": bv, "BLOCKS": cdiv(width, bk)}
+    grid = (batch * heads, n_splits)
+    launch = Launch(_summarize_backward, grid, **sizes, **arguments(position, vdim, k=k, v=v), **chosen.options())
     return launch, (batch, heads, tiles, width)
 
 
@@ -548,15 +382,14 @@ def summarize_backward(
     learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of k, v, and of theta (heads, slots; empty if not wanted)."""
-    k, v, masked = dense_rows(k), dense_rows(v), mask is not None
+    k, v = dense_rows(k), dense_rows(v)
     launch, angles = remembered(
-        ("summarize_backward", form(k, v), masked, position.key, learn),
-        lambda: _summarize_plan(k, v, masked, position, learn),
+        ("summarize_backward", form(k, v), position.key, learn), lambda: _summarize_plan(k, v, position, learn)
     )
     dk, dv = dense_empty(k), dense_empty(v)
     partial_dtheta = scratch(k, *angles) if learn else None
     if partial_dtheta is not None and position.splits is not None:  # shorter splits leave tiles unset
         partial_dtheta.zero_()
-    given = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
-    launch(k, v, flags(mask), position.splits, position.shapes, *position.angles, *given, dk, dv, partial_dtheta)
+    grads = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
+    launch(k, v, flags(mask), position.splits, position.shapes, *position.angles, *grads, dk, dv, partial_dtheta)
     return dk, dv, theta_grad(k, partial_dtheta)

@@ -65,8 +65,9 @@ def _channels_first(v, VEC: tl.constexpr, W: tl.constexpr, OPERAND: tl.constexpr
 
 
 @triton.jit
-def _tokens(table, line, r, lines, n, inner, outer, INT: tl.constexpr):
+def _tokens(table, line, r, shape, INT):
     """Return tokens r of lines, and which exist. table: see `Lines`; None: all lines are alike."""
+    lines, n, inner, outer = shape
     ok = line < lines
     if table is None:
         first, step, count = (line // inner).to(INT) * outer + line % inner, tl.cast(inner, INT), n
@@ -86,9 +87,7 @@ def _valid(mask, at, ok, MASK: tl.constexpr):
 
 
 @triton.jit
-def _toeplitz(
-    taps, span, flip, first_channel, dim, NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr, OPERAND: tl.constexpr
-):
+def _toeplitz(taps, span, flip, first_channel, dim, NB, VEC, W, OPERAND):
     """Return T of some channels, [channels, 16 NB, 16 NB]; with flip = -1 its transpose."""
     N: tl.constexpr = 2 * NB
     row, lane, pair = _along(LANES8, 8, 5), _along(LANES4, 4, 5), _along(PAIR, 2, 5)
@@ -144,16 +143,17 @@ def _product_kernel(
     first_channel = tl.program_id(0) % blocks * C
     t = _toeplitz(taps, span, flip, first_channel, dim, NB, VEC, W, OPERAND)
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
+    shape = (lines, n, inner, outer)
     c = (first_channel + tl.arange(0, C))[None, None]
     r, q = tl.arange(0, 16 * NB)[:, None, None], tl.arange(0, 8)[None, :, None]
     first, step = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     old = tl.zeros((16 * NB, 8, C), y.dtype.element_ty)
     if ADD:
-        at, in_range = _tokens(table, first * 8 + q, r, lines, n, inner, outer, INT)
+        at, in_range = _tokens(table, first * 8 + q, r, shape, INT)
         old = tl.load(y + at * dim + c, mask=in_range & (c < dim), other=0.0)
     for tile in range(first, tl.cdiv(lines, 8), step):
         line = tile * 8 + q
-        at, inside = _tokens(table, line, r, lines, n, inner, outer, INT)
+        at, inside = _tokens(table, line, r, shape, INT)
         ok = inside & (c < dim)
         tokens = tl.load(x + at * dim + c, mask=ok, other=0.0)
         value = tokens
@@ -165,7 +165,7 @@ def _product_kernel(
         if ADD:
             if n > 0:  # always true; keeps Triton from prefetching what is prefetched here
                 later = line + 8 * step
-                to, in_range = _tokens(table, later, r, lines, n, inner, outer, INT)
+                to, in_range = _tokens(table, later, r, shape, INT)
                 old = tl.load(y + to * dim + c, mask=in_range & (c < dim), other=0.0)
         out = tl.dot(t, _channels_first(value, VEC, W, OPERAND), input_precision=PRECISION)
         # rounded now: half as much passes through shared memory
@@ -202,14 +202,15 @@ def _correlate_kernel(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute gradients of the taps: out[part, d, l, m, c] is the sum, over lines and over pairs of
+    """Compute gradients of the taps: out[split, d, l, m, c] is the sum, over lines and over pairs of
     blocks of 8 tokens, of dy[8 i + l] x[8 j + m], where l < 16 and 2 (d - NB) = i - j."""
     C: tl.constexpr = VEC * W
     dim = units * UNIT
     blocks = tl.cdiv(dim, C)
     first_channel = tl.program_id(0) % blocks * C
-    part = tl.program_id(0) // blocks
+    split = tl.program_id(0) // blocks
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
+    shape = (lines, n, inner, outer)
     c = (first_channel + tl.arange(0, C))[None, None]
     r, q = tl.arange(0, 8)[:, None, None], tl.arange(0, 16)[None, :, None]
     side = tl.arange(0, 2).reshape(1, 2, 1, 1)
@@ -217,11 +218,11 @@ def _correlate_kernel(
     sums = ()
     for _ in tl.static_range(2 * NB):
         sums += (tl.zeros((C, 16, 8), tl.float32),)
-    for tile in range(part, tl.cdiv(lines, 16), tl.num_programs(0) // blocks):
+    for tile in range(split, tl.cdiv(lines, 16), tl.num_programs(0) // blocks):
         line = tile * 16 + q
         gs, vs = (nothing,), ()
         for i in tl.static_range(2 * NB):
-            at, inside = _tokens(table, line, r + 8 * i, lines, n, inner, outer, INT)
+            at, inside = _tokens(table, line, r + 8 * i, shape, INT)
             ok = inside & (c < dim)
             g = tl.load(dy + at * dim + c, mask=ok, other=0.0)
             gs += (_channels_first(g, VEC, W, OPERAND).reshape(C, 1, 8, 16),)
@@ -241,7 +242,7 @@ def _correlate_kernel(
             sums = new
     row, column = _along(1, 8, 6) + 8 * _along(3, 2, 6), _along(4, 2, 6) + 2 * _along(0, 4, 6)
     c = first_channel + _along(2, W, 6) * VEC + _along(5, VEC, 6)
-    at = part.to(tl.int64) * (2 * NB * 128 * dim) + (row * 8 + column) * dim + c
+    at = split.to(tl.int64) * (2 * NB * 128 * dim) + (row * 8 + column) * dim + c
     for d in tl.static_range(2 * NB):
         if WAYS == 2 or d >= NB:
             v = sums[d].reshape(VEC, W, 2, 8, 4, 2).permute(4, 3, 1, 2, 5, 0)
@@ -266,8 +267,8 @@ class Lines(NamedTuple):
     table: Tensor | None = None
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        return self.lines, self.n, self.inner, self.n * self.inner
+    def sizes(self) -> dict[str, int]:
+        return {"lines": self.lines, "n": self.n, "inner": self.inner, "outer": self.n * self.inner}
 
 
 Tables = Sequence[tuple[int, int, Tensor]]  # axis, longest line, table
@@ -290,11 +291,13 @@ def _launch(
     """Return, for programs that take `width` lines at a time, how many share a block of channels,
     how many there are, and their constants. (The interpreter cannot multiply bfloat16.)"""
     vec, warps, each, stages = plan
-    unit = next(u for u in (8, 4, 2, 1) if x.shape[-1] % u == 0)
-    channels = cdiv(x.shape[-1], vec * warps)
-    parts = min(cdiv(lines, width), max(1, each * processors(x) // channels))
+    dim = x.shape[-1]
+    unit = next(u for u in (8, 4, 2, 1) if dim % u == 0)
+    channels = cdiv(dim, vec * warps)
+    splits = min(cdiv(lines, width), max(1, each * processors(x) // channels))
     kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     constants = {
+        "units": dim // unit,
         "NB": blocks,
         "VEC": vec,
         "W": warps,
@@ -305,7 +308,7 @@ def _launch(
         "num_warps": warps,
         "num_stages": stages,
     }
-    return parts, parts * channels, constants
+    return splits, splits * channels, constants
 
 
 def _key(x: Tensor, mask: Tensor | None, walk: list[Lines]) -> tuple[Any, ...]:
@@ -318,24 +321,9 @@ def _product_plan(x: Tensor, masked: bool, residual: bool, flip: bool, walk: lis
     plans, launches = PRODUCT if x.element_size() == 2 else PRODUCT_FULL, []
     for lines in walk:
         _, programs, constants = _launch(x, lines.lines, lines.blocks, 8, plans[lines.blocks])
-        count, n, inner, outer = lines.sizes
-        launch = Launch(
-            _product_kernel,
-            (programs,),
-            units=x.shape[-1] // constants["UNIT"],
-            span=span,
-            flip=-1 if flip else 1,
-            lines=count,
-            n=n,
-            inner=inner,
-            outer=outer,
-            ADD=lines.axis > 0,
-            RESIDUAL=residual and lines.axis == 0,
-            MASK_IN=masked and not flip,
-            MASK_OUT=masked and flip,
-            **constants,
-        )
-        launches.append(launch)
+        constants |= {"ADD": lines.axis > 0, "RESIDUAL": residual and lines.axis == 0, "flip": -1 if flip else 1}
+        constants |= {"MASK_IN": masked and not flip, "MASK_OUT": masked and flip, "span": span}
+        launches.append(Launch(_product_kernel, (programs,), **lines.sizes, **constants))
     return launches
 
 
@@ -384,25 +372,13 @@ def forward(
 
 
 def _correlate_plan(x: Tensor, masked: bool, ways: int, walk: list[Lines]) -> list[tuple[int, Launch]]:
-    """Return the number of parts and the launch for each group of lines."""
+    """Return the number of splits and the launch for each group of lines."""
     plans, launches = CORRELATE if x.element_size() == 2 else CORRELATE_FULL, []
     for lines in walk:
         nb = lines.blocks
-        parts, programs, constants = _launch(x, lines.lines, nb, 16, plans[nb])
-        count, n, inner, outer = lines.sizes
-        launch = Launch(
-            _correlate_kernel,
-            (programs,),
-            units=x.shape[-1] // constants["UNIT"],
-            lines=count,
-            n=n,
-            inner=inner,
-            outer=outer,
-            WAYS=ways,
-            MASK=masked,
-            **constants,
-        )
-        launches.append((parts, launch))
+        splits, programs, constants = _launch(x, lines.lines, nb, 16, plans[nb])
+        launch = Launch(_correlate_kernel, (programs,), **lines.sizes, WAYS=ways, MASK=masked, **constants)
+        launches.append((splits, launch))
     return launches
 
 
@@ -430,8 +406,8 @@ def backward(
     launches = remembered(
         ("correlate", _key(x, mask, walk), dy.dtype, ways), lambda: _correlate_plan(x, mask is not None, ways, walk)
     )
-    for lines, (parts, launch) in zip(walk, launches, strict=True):
-        sums = torch.empty(parts, 2 * lines.blocks, 16, 8, dim, device=x.device)
+    for lines, (splits, launch) in zip(walk, launches, strict=True):
+        sums = torch.empty(splits, 2 * lines.blocks, 16, 8, dim, device=x.device)
         launch(dy, x, mask, lines.table, sums)
         total = dtaps[lines.axis] if tables is None else torch.zeros_like(dtaps[lines.axis])
         axis_taps.fold(sums, total, span, ways)

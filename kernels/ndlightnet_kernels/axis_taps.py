@@ -60,10 +60,10 @@ def _taps_kernel(
     tl.store(taps + at, acc.to(taps.dtype.element_ty), mask=(c < dim)[:, None])
 
 
-@triton.jit(do_not_specialize=["nb", "parts", "span", "least"])
-def _fold_kernel(sums, dtaps, dim, nb, parts, span, least, C: tl.constexpr):
-    """Compute dtaps[c, span + lag], 16 lags a program: the sum over parts and diagonals of `sums`
-    (part, tile d, row l, column m, c), where an entry has lag 16 (d - nb) + l - m."""
+@triton.jit(do_not_specialize=["nb", "splits", "span", "least"])
+def _fold_kernel(sums, dtaps, dim, nb, splits, span, least, C: tl.constexpr):
+    """Compute dtaps[c, span + lag], 16 lags a program: the sum over splits and diagonals of `sums`
+    (split, tile d, row l, column m, c), where an entry has lag 16 (d - nb) + l - m."""
     c = tl.program_id(0) * C + tl.arange(0, C)
     b = tl.arange(0, 16)
     m = tl.arange(0, 8)
@@ -73,8 +73,8 @@ def _fold_kernel(sums, dtaps, dim, nb, parts, span, least, C: tl.constexpr):
     at = (d * 128 + (end & 15) * 8 + m[None])[:, :, None].to(tl.int64) * dim + c
     ok = ((d >= least) & (d < 2 * nb))[:, :, None] & (c < dim)
     total = tl.zeros((16, C), tl.float32)
-    for part in range(parts):
-        page = (part * (2 * nb)).to(tl.int64) * (128 * dim)
+    for split in range(splits):
+        page = (split * (2 * nb)).to(tl.int64) * (128 * dim)
         total += tl.sum(tl.load(sums + page + at, mask=ok, other=0.0), 1)
     at = c[None] * (2 * span) + span + lag[:, None]
     tl.store(dtaps + at, total, mask=(c < dim)[None])
@@ -122,13 +122,13 @@ def taps(x: Tensor, span: int, weights: list[Tensor | None]) -> Tensor:
 
 
 def fold(sums: Tensor, dtaps: Tensor, span: int, ways: int) -> None:
-    """Write the gradient of an axis' taps (dim, 2 span) from `sums` (parts, 2 nb, 16, 8, dim)."""
-    parts, nb, dim = sums.shape[0], sums.shape[1] // 2, sums.shape[-1]
+    """Write the gradient of an axis' taps (dim, 2 span) from `sums` (splits, 2 nb, 16, 8, dim)."""
+    splits, nb, dim = sums.shape[0], sums.shape[1] // 2, sums.shape[-1]
     least = 0 if ways == 2 else nb
     launch = remembered(
-        ("fold", sums.device, dim, nb, parts, span, least),
+        ("fold", sums.device, dim, nb, splits, span, least),
         lambda: Launch(
-            _fold_kernel, (cdiv(dim, 32), 2 * nb), dim=dim, nb=nb, parts=parts, span=span, least=least, C=32
+            _fold_kernel, (cdiv(dim, 32), 2 * nb), dim=dim, nb=nb, splits=splits, span=span, least=least, C=32
         ),
     )
     launch(sums, dtaps)

@@ -20,7 +20,7 @@ fill the card, a whole row is one segment.
 # (a jit function builds its tuples of tensors step by step)
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,6 @@ from torch import Tensor
 from ndlightnet_kernels import attention
 from ndlightnet_kernels.causal_chunks import (
     MIDDLE,
-    QKV,
     RANGE,
     STEEP,
     at_level,
@@ -52,11 +51,10 @@ from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import pinned, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, causal, fills, plan_segments
 from ndlightnet_kernels.position import FlatPosition
-from ndlightnet_kernels.segments import log2_rate, prefix_states
-from ndlightnet_kernels.summarize import SIZES
+from ndlightnet_kernels.segments import log2_rate, memory_launch, prefix_states
 from ndlightnet_kernels.tiles import (
+    SIZES,
     arguments,
-    cdiv,
     dense,
     dense_rows,
     dot,
@@ -65,19 +63,17 @@ from ndlightnet_kernels.tiles import (
     hide,
     load,
     load_keys,
-    operand,
     pad,
     powers,
     scratch,
     silu,
     slip,
-    strides,
     valid_tokens,
     weight,
 )
 
 
-@triton.jit(do_not_specialize=SIZES + QKV)
+@triton.jit(do_not_specialize=SIZES)
 def _causal(
     q,
     k,
@@ -105,7 +101,7 @@ def _causal(
     svh,
     length,
     span,
-    parts,
+    segments,
     heads,
     per_head,
     n1,
@@ -123,17 +119,9 @@ def _causal(
     BV: tl.constexpr,
     BL: tl.constexpr,
     CAREFUL: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
-    MASKED: tl.constexpr,
+    ANGLES: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Compute the output of a segment, chunk by chunk, from the State before it; for the last
     segment, which was not summarised before, also the State after it. The last segment is flagged
@@ -141,37 +129,39 @@ def _causal(
 
     forget: decay rate of each head for a token; a segment is flagged where sums leave the range of
     the plain form."""
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    KIND: tl.constexpr = ANGLES[0]
+    OPERAND: tl.constexpr = PRODUCT[0]
+    bh, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    begin, end = part * span, min(part * span + span, length)
+    begin, end = segment * span, min(segment * span + span, length)
     if CAREFUL:
-        if tl.load(flag + bh * parts + part) == 0:
+        if tl.load(flag + bh * segments + segment) == 0:
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, None, b, prefix, kc, ANGLES)
+    q_rows, k_rows = (q, b, h, sqb, sqt, sqh, DIM, UNIT), (k, b, h, skb, skt, skh, DIM, UNIT)
+    v_rows = (v, b, h, svb, svt, svh, VDIM, UNIT)
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
-    mx, sm, m, m_sin = load_entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
+    mx, sm, m, m_sin = load_entry(top, total, memory, bh, segment, segments, kc, vc, DIM, VDIM, HALVES)
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
-    run, inside, final = tl.zeros((BL, BK), tl.float32), kc < DIM, part == parts - 1
-    after = top + (bh * (parts + 1) + part + 1) * DIM + kc
+    run, inside, final = tl.zeros((BL, BK), tl.float32), kc < DIM, segment == segments - 1
+    after = top + (bh * (segments + 1) + segment + 1) * DIM + kc
     rate = None if forget is None else log2_rate(forget, bh, heads)
     decay_exp = None if rate is None else token_decay_exps(rate, lane)
     # without a selection for each element, the last token's key stands for those after it
-    HIDE: tl.constexpr = CAREFUL or MASKED or tl.float32 == OPERAND or forget is not None
+    HIDE: tl.constexpr = CAREFUL or mask is not None or tl.float32 == OPERAND or forget is not None
     if not CAREFUL:
         if final:
-            x = load_keys(k, b, h, begin + lane, kc, length, skb, skt, skh, DIM, UNIT)
-            x = hide(x, valid_tokens(mask, b, begin + lane, length, length, MASKED))
+            x = load_keys(k_rows, begin + lane, kc, length)
+            x = hide(x, valid_tokens(mask, b, begin + lane, length, length))
             anchor = tl.maximum(mx, tl.max(x, 0))
             tl.store(after, anchor, inside)
         else:
             anchor = tl.load(after, mask=inside, other=float("-inf"))
         mx, sm, m, m_sin = to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
         if forget is None:
-            lost = unserved(k, mask, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED)
+            lost = unserved(k_rows, mask, begin, length, mx, sm, kc)
         else:
             fall = tl.exp2(rate * -BL)
             enter = tl.exp2(rate * BL - decay_exp_until(rate, begin, None, BL))  # falls once more in a chunk
@@ -186,13 +176,13 @@ def _causal(
             else:
                 run, m, m_sin = run * fall, m * fall, m_sin * fall
         t = first + lane
-        valid = valid_tokens(mask, b, t, length, length, MASKED)
-        x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
+        valid = valid_tokens(mask, b, t, length, length)
+        x = load_keys(k_rows, t, kc, length)
         if HIDE:
             x = hide(x, valid)
-        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
-        x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
-        _, cos, sin = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+        y = load(v_rows, t, vc, valid)
+        x_q = load(q_rows, t, kc, t < length).to(tl.float32)
+        _, cos, sin = rotation(freqs, t, kc, ANGLES)
         score = tl.zeros((BL, BL), tl.float32)
         if CAREFUL:
             phi, _ = silu(x_q)
@@ -202,10 +192,10 @@ def _causal(
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, PRODUCT)
                 f = phi * inverse
                 from_entry += f * entered[None, :]
-                score = scores(f, low, cos, sin, score, KIND, OPERAND, PRECISION)
+                score = scores(f, low, cos, sin, score, KIND, PRODUCT)
                 anchor = next_anchor(x, decay_exp, mx, todo)
             p, carry = weight(x, best[None, :], decay_exp), weight(mx, best)
             sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
@@ -214,19 +204,19 @@ def _causal(
             p = powers(x, mx, OPERAND, decay_exp)
             p = pinned(p.to(OPERAND) if KIND == 0 else p)
             # a segment with sums below TINY is computed again, so they may be anything here
-            s = dot(ones, p, run, OPERAND, PRECISION)
+            s = dot(ones, p, run, PRODUCT)
             from_entry = silu_over(x_q, s)
             if forget is not None:
                 worst = tl.maximum(worst, tl.abs(s.to(tl.int32, bitcast=True) - MIDDLE))
-            run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
-            score = scores(from_entry, p, cos, sin, score, KIND, OPERAND, PRECISION)
+            run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, PRODUCT)
+            score = scores(from_entry, p, cos, sin, score, KIND, PRODUCT)
         o = tl.zeros((BL, BV), tl.float32)
-        o = read_memory(from_entry, m, m_sin, cos, sin, o, KIND, OPERAND, PRECISION)
+        o = read_memory(from_entry, m, m_sin, cos, sin, o, KIND, PRODUCT)
         score = tl.where(lane[:, None] >= lane[None, :], score, 0.0)
-        o = dot(score, y, o, OPERAND, PRECISION)
+        o = dot(score, y, o, PRODUCT)
         if CAREFUL:
             m, m_sin = m * carry[None, :], m_sin * carry[None, :]
-        m, m_sin = gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
+        m, m_sin = gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, PRODUCT)
         to = out + dense(b, h, t, vc, length, heads, VDIM)
         tl.store(to, o.to(out.dtype.element_ty), (t < length)[:, None] & (vc < VDIM)[None, :])
     if forget is not None:
@@ -245,7 +235,7 @@ def _causal(
             sm = tl.max(run, 0)  # all rows are the same
             if not HIDE:
                 t = end - 1 + tl.zeros((1,), tl.int32)
-                x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
+                x = load_keys(k_rows, t, kc, length)
                 p = powers(x, mx, OPERAND).to(OPERAND).to(tl.float32)
                 sm -= tl.max(p, 0) * (tl.cdiv(end - begin, BL) * BL - (end - begin))
             lost = tl.maximum(lost, tl.max((inside & ~(sm < 1e25)).to(tl.int32), 0))
@@ -261,62 +251,35 @@ def _causal(
         if KIND != 0:
             tl.store(to + DIM * VDIM, m_sin, in_tile)
     if not CAREFUL:
-        tl.store(flag + bh * parts + part, lost)
+        tl.store(flag + bh * segments + segment, lost)
 
 
 # ------------------------------------------------------------------------------------ launches
 class Segments(NamedTuple):
     """Launches of a call: the merge of segments, and the plain and the careful form."""
 
-    parts: int
-    segments: tuple[int, int] | None  # None: rows alone fill the card, the State before them is given
+    segments: int
+    before: tuple[int, int] | None  # None: rows alone fill the card, the State before them is given
     merge: Launch
     forms: tuple[Launch, Launch]
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, position: FlatPosition) -> Segments:
-    strided, unit = strides(q, k, v)
-    (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
-    parts, span = plan_segments(k, vdim, position.kind)
-    bv, rows, halves = pad(vdim), batch * heads, position.halves
-    some, segments, each = max(1, 256 // bv), None, 1
+def _plan(q: Tensor, k: Tensor, v: Tensor, position: FlatPosition) -> Segments:
+    (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
+    segments, span = plan_segments(k, vdim, position.kind)
+    rows, before, each = batch * heads, None, 1
     if not fills(k, vdim, position.kind):
-        segments = (parts - 1, span)
-        each = attention.parts_of_segments(k, v, position, segments) // max(1, parts - 1)
-    merge = Launch(
-        prefix_states,
-        (rows, cdiv(halves * dim, some)),
-        parts=parts - 1,
-        per_segment=each,
-        span=span,
-        heads=heads,
-        DIM=dim,
-        VDIM=vdim,
-        BV=bv,
-        HALVES=halves,
-        BC=some,
-        num_warps=2,
-    )
-    common: dict[str, Any] = dict(
-        zip(QKV, strided, strict=True),
-        length=length,
-        span=span,
-        parts=parts,
-        heads=heads,
-        DIM=dim,
-        VDIM=vdim,
-        BK=pad(dim),
-        BV=bv,
-        MASKED=masked,
-        UNIT=unit,
-        **arguments(position, k),
-        **operand(k),
-    )
+        before = (segments - 1, span)
+        each = attention.splits_of_segments(k, v, position, before) // max(1, segments - 1)
+    counts = {"segments": segments - 1, "per_segment": each, "span": span, "heads": heads}
+    merge = memory_launch(prefix_states, rows, (position.halves, dim, vdim), **counts)
+    sizes = {"span": span, "segments": segments, "BK": pad(dim), "BV": pad(vdim)}
+    sizes |= arguments(position, vdim, q=q, k=k, v=v)
     plain, careful = (
-        Launch(_causal, (rows, parts), BL=c.chunk, CAREFUL=c is CAREFUL, **common, **c.options())
+        Launch(_causal, (rows, segments), BL=c.chunk, CAREFUL=c is CAREFUL, **sizes, **c.options())
         for c in (causal(k, vdim, position.kind).forward, CAREFUL)
     )
-    return Segments(parts, segments, merge, (plain, careful))
+    return Segments(segments, before, merge, (plain, careful))
 
 
 def forward(
@@ -332,26 +295,23 @@ def forward(
     the backward the States before each segment (batch * heads, segments, ...), with one more max
     after the last one, and flags. state: (max, sum, memory), or three None for an empty State.
     forget: decay rate of each head for a token, (heads,) float32, or None."""
-    q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), mask is not None
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
     halves, rows = position.halves, batch * heads
     dtypes = tuple(x is not None and x.dtype for x in state)
-    parts, segments, merge, forms = remembered(
-        ("causal", form(q, k, v), masked, dtypes, position.key), lambda: _plan(q, k, v, masked, position)
+    segments, before, merge, forms = remembered(
+        ("causal", form(q, k, v), dtypes, position.key), lambda: _plan(q, k, v, position)
     )
-    entry = (
-        scratch(k, rows, parts + 1, dim),
-        scratch(k, rows, parts, dim),
-        scratch(k, rows, parts, halves * dim, vdim),
-    )
+    top, total = scratch(k, rows, segments + 1, dim), scratch(k, rows, segments, dim)
+    entry = top, total, scratch(k, rows, segments, halves * dim, vdim)
     states: tuple[Tensor | None, ...] = (None, None, None)
-    if segments is not None:
-        states = attention.summarize_splits(k, v, mask, position, segments, forget)
+    if before is not None:
+        states = attention.summarize_splits(k, v, mask, position, before, forget)
     last = (scratch(k, batch, heads, dim), scratch(k, batch, heads, dim), scratch(k, batch, heads, halves * dim, vdim))
-    before = (x if x is None else x.contiguous() for x in state)
-    merge(forget, *before, *states, *entry)
+    first = (x if x is None else x.contiguous() for x in state)
+    merge(forget, *first, *states, *entry)
     out = q.new_empty(*v.shape)
-    flag = q.new_empty(rows, parts, dtype=torch.int32)
+    flag = q.new_empty(rows, segments, dtype=torch.int32)
     mask_bytes, angles = flags(mask), position.angles
     for launch in forms:
         launch(q, k, v, mask_bytes, *angles, forget, *entry, flag, out, *last)

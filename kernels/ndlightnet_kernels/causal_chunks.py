@@ -43,7 +43,7 @@ def silu_and_over(x, s):
 
 
 @triton.jit
-def at_level(x, decay_exp, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def at_level(x, decay_exp, anchor, mx, sm, todo, ones, PRODUCT: tl.constexpr):
     """Return exp(x - anchor), 1 / s of the queries served, exp(mx - anchor), and queries left."""
     used = anchor > float("-inf")
     if decay_exp is None:
@@ -53,7 +53,7 @@ def at_level(x, decay_exp, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PR
     p = tl.where(used[None, :], p, 0.0)
     carry = tl.where(used, weight(mx, anchor), 0.0)
     # sums of the rounded keys: a query's weights then add up to one
-    s = dot(ones, p, tl.zeros(p.shape, tl.float32), OPERAND, PRECISION) + (carry * sm)[None, :]
+    s = dot(ones, p, tl.zeros(p.shape, tl.float32), PRODUCT) + (carry * sm)[None, :]
     inverse = tl.where(todo & (s >= TINY), reciprocal(s), 0.0)
     return p, inverse, carry, todo & (s < TINY)
 
@@ -99,11 +99,9 @@ def decay_state(lag, mx, sm, m, m_sin):
 
 
 @triton.jit
-def load_entry(
-    top, total, memory, bh, part, parts, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr, HALVES: tl.constexpr
-):
+def load_entry(top, total, memory, bh, segment, segments, kc, vc, DIM, VDIM, HALVES):
     """Load the State before a segment, its memory transposed. (`top` has one more at the end.)"""
-    inside, at = kc < DIM, bh * parts + part
+    inside, at = kc < DIM, bh * segments + segment
     mx = tl.load(top + (at + bh) * DIM + kc, mask=inside, other=float("-inf"))
     sm = tl.load(total + at * DIM + kc, mask=inside, other=0.0)
     tile = memory + (at * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
@@ -115,54 +113,49 @@ def load_entry(
     return mx, sm, m, m_sin
 
 
-QKV = ["sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh"]
-OUT = ["sob", "sot", "soh"]
-
-
 @triton.jit
-def rotation(
-    freqs, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr
-):
+def rotation(freqs, t, kc, ANGLES: tl.constexpr):
     """Return coordinates, cos and sin of a chunk; without MD-LRPE zeros, which are not used."""
-    if KIND == 0:
+    if ANGLES[0] == 0:
         none = tl.zeros((t.shape[0], kc.shape[0]), tl.float32)
         return none, none, none
     else:
-        at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
-        cos, sin = cos_sin(freqs, at_axis, WIDE)
+        at_axis = coordinates(freqs, t, ANGLES)
+        cos, sin = cos_sin(freqs, at_axis, ANGLES)
         return at_axis, cos, sin
 
 
 @triton.jit
-def scores(a, b, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def scores(a, b, cos, sin, acc, KIND: tl.constexpr, PRODUCT: tl.constexpr):
     """Return acc + features of a times transposed features of b."""
     if KIND == 0:
-        acc = dot(a, tl.trans(b), acc, OPERAND, PRECISION)
+        acc = dot(a, tl.trans(b), acc, PRODUCT)
     else:
-        acc = dot(a * cos, tl.trans(b * cos), acc, OPERAND, PRECISION)
-        acc = dot(a * sin, tl.trans(b * sin), acc, OPERAND, PRECISION)
+        acc = dot(a * cos, tl.trans(b * cos), acc, PRODUCT)
+        acc = dot(a * sin, tl.trans(b * sin), acc, PRODUCT)
     return acc
 
 
 @triton.jit
-def gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, PRODUCT: tl.constexpr):
     """Return (acc, acc_sin) + left times the features of b."""
     if KIND == 0:
-        acc = dot(left, b, acc, OPERAND, PRECISION)
+        acc = dot(left, b, acc, PRODUCT)
     else:
-        acc = dot(left, b * cos, acc, OPERAND, PRECISION)
-        acc_sin = dot(left, b * sin, acc_sin, OPERAND, PRECISION)
+        acc = dot(left, b * cos, acc, PRODUCT)
+        acc_sin = dot(left, b * sin, acc_sin, PRODUCT)
     return acc, acc_sin
 
 
 @triton.jit
-def read_memory(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def read_memory(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, PRODUCT: tl.constexpr):
     """Return acc + features of f times a memory that is stored transposed."""
+    OPERAND: tl.constexpr = PRODUCT[0]
     if KIND == 0:
-        acc = dot(f, tl.trans(m.to(OPERAND)), acc, OPERAND, PRECISION)
+        acc = dot(f, tl.trans(m.to(OPERAND)), acc, PRODUCT)
     else:
-        acc = dot(f * cos, tl.trans(m.to(OPERAND)), acc, OPERAND, PRECISION)
-        acc = dot(f * sin, tl.trans(m_sin.to(OPERAND)), acc, OPERAND, PRECISION)
+        acc = dot(f * cos, tl.trans(m.to(OPERAND)), acc, PRODUCT)
+        acc = dot(f * sin, tl.trans(m_sin.to(OPERAND)), acc, PRODUCT)
     return acc
 
 
@@ -188,26 +181,10 @@ def to_anchor(anchor, mx, sm, m, m_sin, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def unserved(
-    k,
-    mask,
-    b,
-    h,
-    first,
-    length,
-    anchor,
-    sm,
-    kc,
-    skb,
-    skt,
-    skh,
-    DIM: tl.constexpr,
-    UNIT: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def unserved(k_rows, mask, first, length, anchor, sm, kc):
     """Return 1 if `anchor` does not serve a segment's first query, whose sum is least, else 0."""
     t = first + tl.zeros((1,), tl.int32)
-    valid = valid_tokens(mask, b, t, length, length, MASKED)
-    x = hide(load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT), valid)
+    valid = valid_tokens(mask, k_rows[1], t, length, length)
+    x = hide(load_keys(k_rows, t, kc, length), valid)
     s = weight(tl.max(x, 0), anchor) + sm
-    return tl.max(((kc < DIM) & (s < TINY)).to(tl.int32), 0)
+    return tl.max(((kc < k_rows[6]) & (s < TINY)).to(tl.int32), 0)

@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 
 from ndlightnet_kernels.causal_chunks import (
-    OUT,
-    QKV,
     at_level,
     decay_exp_until,
     decay_state,
@@ -26,11 +24,10 @@ from ndlightnet_kernels.causal_chunks import (
 )
 from ndlightnet_kernels.phases import from_origin, pinned, slot_frequencies
 from ndlightnet_kernels.segments import log2_rate
-from ndlightnet_kernels.summarize import SIZES
-from ndlightnet_kernels.tiles import dense, dot, hide, load, load_keys, powers, silu, valid_tokens, weight
+from ndlightnet_kernels.tiles import SIZES, dense, dot, hide, load, load_keys, powers, silu, valid_tokens, weight
 
 
-@triton.jit(do_not_specialize=SIZES + QKV + OUT)
+@triton.jit(do_not_specialize=SIZES)
 def _causal_dq(
     q,
     k,
@@ -65,7 +62,7 @@ def _causal_dq(
     soh,
     length,
     span,
-    parts,
+    segments,
     heads,
     per_head,
     n1,
@@ -83,39 +80,32 @@ def _causal_dq(
     BV: tl.constexpr,
     BL: tl.constexpr,
     CAREFUL: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
-    LEARN: tl.constexpr,
-    MASKED: tl.constexpr,
+    ANGLES: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Compute dq, forward in time, by dphi_t = memory_t dout_t, and what the segment's queries add
     to the gradients of the State before it (unless `dsums` is None).
 
     Also stores dphi and each chunk's (max, sum) for `_causal_dkv`.
     """
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    KIND: tl.constexpr = ANGLES[0]
+    OPERAND: tl.constexpr = PRODUCT[0]
+    bh, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    begin, end = part * span, min(part * span + span, length)
+    begin, end = segment * span, min(segment * span + span, length)
     if CAREFUL:
-        if tl.load(flag + bh * parts + part) == 0:
+        if tl.load(flag + bh * segments + segment) == 0:
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, None, b, prefix, kc, ANGLES)
+    q_rows, k_rows = (q, b, h, sqb, sqt, sqh, DIM, UNIT), (k, b, h, skb, skt, skh, DIM, UNIT)
+    v_rows, dout_rows = (v, b, h, svb, svt, svh, VDIM, UNIT), (dout, b, h, sob, sot, soh, VDIM, UNIT)
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
-    mx, sm, m, m_sin = load_entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
+    mx, sm, m, m_sin = load_entry(top, total, memory, bh, segment, segments, kc, vc, DIM, VDIM, HALVES)
     entry_top, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
-    after = top + (bh * (parts + 1) + part + 1) * DIM + kc
+    after = top + (bh * (segments + 1) + segment + 1) * DIM + kc
     rate = None if forget is None else log2_rate(forget, bh, heads)
     decay_exp = None if rate is None else token_decay_exps(rate, lane)
     if not CAREFUL:
@@ -147,20 +137,20 @@ def _causal_dq(
         else:  # all rows are the same
             row = chunk_total + chunk[None, :] + lane[:, None] * 0
             tl.store(row, run, (lane == 0)[:, None] & inside[None, :])
-        valid = valid_tokens(mask, b, t, length, length, MASKED)
-        x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
-        if MASKED or forget is not None:
+        valid = valid_tokens(mask, b, t, length, length)
+        x = load_keys(k_rows, t, kc, length)
+        if mask is not None or forget is not None:
             x = hide(x, valid)
-        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
-        do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
-        x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
-        at_axis, cos, sin = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
-        pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
+        y = load(v_rows, t, vc, valid)
+        do = load(dout_rows, t, vc, t < length)
+        x_q = load(q_rows, t, kc, t < length).to(tl.float32)
+        at_axis, cos, sin = rotation(freqs, t, kc, ANGLES)
+        pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), PRODUCT)
         pair = tl.where(lane[:, None] >= lane[None, :], pair, 0.0).to(OPERAND)
         zero = tl.zeros((BL, BK), tl.float32)
-        far, far_sin = dot(do, m, zero, OPERAND, PRECISION), zero
+        far, far_sin = dot(do, m, zero, PRODUCT), zero
         if KIND != 0:
-            far_sin = dot(do, m_sin, zero, OPERAND, PRECISION)
+            far_sin = dot(do, m_sin, zero, PRODUCT)
         if CAREFUL:
             phi, slope = silu(x_q)
             best = tl.maximum(mx, tl.max(decayed(x, decay_exp), 0))
@@ -169,9 +159,9 @@ def _causal_dq(
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                low, inverse, entered, todo = at_level(x, decay_exp, anchor, mx, sm, todo, ones, PRODUCT)
                 e, e_sin = gather(
-                    pair, low, cos, sin, far * entered[None, :], far_sin * entered[None, :], KIND, OPERAND, PRECISION
+                    pair, low, cos, sin, far * entered[None, :], far_sin * entered[None, :], KIND, PRODUCT
                 )
                 d += e * inverse
                 d_sin += e_sin * inverse
@@ -181,17 +171,17 @@ def _causal_dq(
         else:
             p = powers(x, mx, OPERAND, decay_exp)
             p = pinned(p.to(OPERAND) if KIND == 0 else p)
-            d, d_sin = gather(pair, p, cos, sin, far, far_sin, KIND, OPERAND, PRECISION)
-            s = dot(ones, p, run, OPERAND, PRECISION)
+            d, d_sin = gather(pair, p, cos, sin, far, far_sin, KIND, PRODUCT)
+            s = dot(ones, p, run, PRODUCT)
             phi, slope, inverse, from_entry = silu_and_over(x_q, s)
-            run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
+            run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, PRODUCT)
             d, d_sin = d * inverse, d_sin * inverse
         grad = rope_backward(d, d_sin, cos, sin, KIND)
         to = dense(b, h, t, kc, length, heads, DIM)
         in_tile = (t < length)[:, None] & inside[None, :]
         tl.store(dphi + to, grad.to(dphi.dtype.element_ty), in_tile)
         tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), in_tile)
-        if LEARN:
+        if dtheta is not None:
             angle = tl.sum(from_origin(freqs, at_axis) * phi * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         if CAREFUL:
@@ -208,15 +198,15 @@ def _causal_dq(
                 if forget is not None:
                     from_entry *= tl.exp2(-since)
                 spread += from_entry * grad
-            acc, acc_sin = gather(tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION)
-        m, m_sin = gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
+            acc, acc_sin = gather(tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, PRODUCT)
+        m, m_sin = gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, PRODUCT)
     if dsums is not None:
         if not CAREFUL:
             rescale = fall_to(entry_top, mx, OPERAND)
             dsum = tl.sum(spread, 0) * rescale
             acc, acc_sin = acc * rescale[None, :], acc_sin * rescale[None, :]
-        tl.store(dsums + (bh * parts + part) * DIM + kc, dsum, inside)
-        to = dmemories + ((bh * parts + part) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
+        tl.store(dsums + (bh * segments + segment) * DIM + kc, dsum, inside)
+        to = dmemories + ((bh * segments + segment) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
         in_tile = inside[None, :] & (vc < VDIM)[:, None]
         tl.store(to, acc, in_tile)
         if KIND != 0:

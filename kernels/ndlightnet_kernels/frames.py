@@ -16,9 +16,10 @@ AT_ONCE = tl.constexpr(8)  # States whose loads are in flight at the same time
 
 
 @triton.jit
-def _tiles(top, total, memory, at, exists, c, tile, stored, DIM: tl.constexpr, SIZE: tl.constexpr, BACK: tl.constexpr):
+def _tiles(states, at, exists, c, tile, stored, DIM, SIZE, BACK):
     """Load reference, sum and memory rows of State `at`; of an empty State if not `exists`. BACK: of
     the State's gradient, whose reference is the negative one."""
+    top, total, memory = states
     ref = tl.load(top + at * DIM + c, mask=exists, other=float("-inf"))
     if BACK:
         ref = tl.where(ref > float("-inf"), -ref, ref)
@@ -28,7 +29,8 @@ def _tiles(top, total, memory, at, exists, c, tile, stored, DIM: tl.constexpr, S
 
 
 @triton.jit
-def _join(best, sm, m, ref, sums, tile):
+def _join(best, sm, m, state):
+    ref, sums, tile = state
     high = tl.maximum(best, ref)
     fall, w = weight(best, high), weight(ref, high)
     return high, fall * sm + w * sums, fall[:, None] * m + w[:, None] * tile
@@ -74,17 +76,17 @@ def _sliding_merge(
     best = tl.full((BC,), float("-inf"), tl.float32)
     sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
     before = min(begin, window - 1)
+    states, pasts = (top, total, memory), (top_past, total_past, memory_past)
     for back in range(0, before, AT_ONCE):
-        parts = ()
+        tiles = ()
         for i in tl.static_range(AT_ONCE):
             s = zero + begin - 1 - back - i
             f = frames - 1 - s if BACK else s
             exists = inside & (zero + back + i < before)
-            parts += (
-                _tiles(top, total, memory, (first + f) * heads + bh % heads, exists, c, tile, stored, DIM, SIZE, BACK),
-            )
+            at = (first + f) * heads + bh % heads
+            tiles += (_tiles(states, at, exists, c, tile, stored, DIM, SIZE, BACK),)
         for i in tl.static_range(AT_ONCE):
-            best, sm, m = _join(best, sm, m, parts[i][0], parts[i][1], parts[i][2])
+            best, sm, m = _join(best, sm, m, tiles[i])
             s, exists = zero + begin - 1 - back - i, zero + back + i < before
             at = (first + s) * heads + bh % heads
             tl.store(top_past + at * ROWS + row, best, inside & exists)
@@ -95,33 +97,19 @@ def _sliding_merge(
     sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
     end = min(begin + window, frames)
     for now in range(begin, end, AT_ONCE):
-        parts, ends = (), ()
+        tiles, ends = (), ()
         for i in tl.static_range(AT_ONCE):
             s = zero + now + i
             f, exists = frames - 1 - s if BACK else s, inside & (s < end)
-            parts += (
-                _tiles(top, total, memory, (first + f) * heads + bh % heads, exists, c, tile, stored, DIM, SIZE, BACK),
-            )
+            at = (first + f) * heads + bh % heads
+            tiles += (_tiles(states, at, exists, c, tile, stored, DIM, SIZE, BACK),)
             past = s - window + 1
             exists = inside & (past >= 0) & (past < begin)
-            ends += (
-                _tiles(
-                    top_past,
-                    total_past,
-                    memory_past,
-                    (first + past) * heads + bh % heads,
-                    exists,
-                    row,
-                    tile,
-                    stored,
-                    ROWS,
-                    SIZE,
-                    False,
-                ),
-            )
+            at = (first + past) * heads + bh % heads
+            ends += (_tiles(pasts, at, exists, row, tile, stored, ROWS, SIZE, False),)
         for i in tl.static_range(AT_ONCE):
-            best, sm, m = _join(best, sm, m, parts[i][0], parts[i][1], parts[i][2])
-            high, sums, rows = _join(best, sm, m, ends[i][0], ends[i][1], ends[i][2])
+            best, sm, m = _join(best, sm, m, tiles[i])
+            high, sums, rows = _join(best, sm, m, ends[i])
             s = zero + now + i
             f, exists = frames - 1 - s if BACK else s, s < end
             at = (first + f) * heads + bh % heads
@@ -136,21 +124,10 @@ def _sliding_merge(
 
 def _plan(top: Tensor, memory: Tensor, window: int, back: bool) -> Launch:
     (batch, frames, heads, dim), (rows, vdim) = top.shape, memory.shape[-2:]
-    bv, some = pad(vdim), max(1, 256 // pad(vdim))
-    return Launch(
-        _sliding_merge,
-        (batch * heads, cdiv(rows, some), cdiv(frames, window)),
-        frames=frames,
-        window=window,
-        heads=heads,
-        DIM=dim,
-        VDIM=vdim,
-        BV=bv,
-        HALVES=rows // dim,
-        BC=some,
-        BACK=back,
-        num_warps=2,
-    )
+    some, numbers = max(1, 256 // pad(vdim)), {"frames": frames, "window": window, "heads": heads}
+    tile = {"DIM": dim, "VDIM": vdim, "BV": pad(vdim), "HALVES": rows // dim, "BC": some, "BACK": back}
+    grid = (batch * heads, cdiv(rows, some), cdiv(frames, window))
+    return Launch(_sliding_merge, grid, **numbers, **tile, num_warps=2)
 
 
 def _run(top: Tensor, total: Tensor, memory: Tensor, top_in: Tensor | None, window: int) -> list[Tensor]:

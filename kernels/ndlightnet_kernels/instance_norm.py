@@ -81,14 +81,14 @@ def _apply(
 ):
     row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     base, first, last = _chunk(row, split, size, chunk)
-    part = tl.arange(0, SPLITS)
-    at, known = partial + (row * splits + part) * 2, part < splits
-    length = tl.where(known, tl.minimum(chunk, size - part * chunk), 0).to(tl.float32)
-    means = tl.load(at, known, 0.0)
+    index = tl.arange(0, SPLITS)
+    at, exists = partial + (row * splits + index) * 2, index < splits
+    length = tl.where(exists, tl.minimum(chunk, size - index * chunk), 0).to(tl.float32)
+    means = tl.load(at, exists, 0.0)
     origin = tl.load(partial + row * splits * 2)
     mu = origin + tl.sum(length * (means - origin), 0) / size
     off = means - mu
-    r = tl.rsqrt(tl.sum(tl.load(at + 1, known, 0.0) + length * off * off, 0) / size + tl.cast(eps, tl.float32))
+    r = tl.rsqrt(tl.sum(tl.load(at + 1, exists, 0.0) + length * off * off, 0) / size + tl.cast(eps, tl.float32))
     w = tl.load(weight + row % channels).to(tl.float32)
     b = tl.load(bias + row % channels).to(tl.float32)
     for start in range(first, last, BLOCK):
@@ -160,10 +160,10 @@ def _gradient_apply(
     row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     base, first, last = _chunk(row, split, size, chunk)
     mu, r, w, b = _row(weight, bias, mean, rstd, row, channels)
-    part = tl.arange(0, SPLITS)
-    at, known = partial + (row * splits + part) * 2, part < splits
-    plain = tl.sum(tl.load(at, known, 0.0), 0)
-    along = tl.sum(tl.load(at + 1, known, 0.0), 0)
+    index = tl.arange(0, SPLITS)
+    at, exists = partial + (row * splits + index) * 2, index < splits
+    plain = tl.sum(tl.load(at, exists, 0.0), 0)
+    along = tl.sum(tl.load(at + 1, exists, 0.0), 0)
     for start in range(first, last, BLOCK):
         lane = start + tl.arange(0, BLOCK)
         mask = lane < last
@@ -192,9 +192,9 @@ def _cut(x: Tensor) -> tuple[tuple[int, int], dict[str, int], dict[str, int]]:
 
 
 def _plan(x: Tensor, eps: float) -> tuple[Launch, Launch, int]:
-    grid, sizes, how = _cut(x)
-    moments = Launch(_moments, grid, **sizes, **how)
-    apply = Launch(_apply, grid, **sizes, channels=x.shape[1], eps=eps, SPLITS=power_of_2(grid[1]), **how)
+    grid, sizes, constants = _cut(x)
+    moments = Launch(_moments, grid, **sizes, **constants)
+    apply = Launch(_apply, grid, **sizes, channels=x.shape[1], eps=eps, SPLITS=power_of_2(grid[1]), **constants)
     return moments, apply, grid[1]
 
 
@@ -210,7 +210,7 @@ def instance_norm_silu(
     """Return SiLU(norm(x) * weight + bias + residual) in x's dtype, and the rows' mean and 1 /
     standard deviation. out: where the first is written; it may be x, if contiguous. of_whole: maps
     the rows' means and sums of squared deviations (batch, channels) to the mean and variance to
-    use, where rows are parts of larger ones."""
+    use, where rows are slabs of larger ones."""
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     weight, bias = weight.contiguous(), bias.contiguous()
     more = None if residual is None else residual.dtype
@@ -223,12 +223,12 @@ def instance_norm_silu(
     if of_whole is not None:
         lengths = _lengths(x, splits)
         # in float64: products of counts and equal means are exact
-        own = ((partial[..., 0].double() * lengths).sum(-1) / lengths.sum()).float()
-        off = partial[..., 0] - own[..., None]
+        average = ((partial[..., 0].double() * lengths).sum(-1) / lengths.sum()).float()
+        off = partial[..., 0] - average[..., None]
         squares = (partial[..., 1] + lengths * off * off).sum(-1)
-        whole, variance = of_whole(own, squares)
+        overall, variance = of_whole(average, squares)
         # as if each chunk had the statistics of all
-        partial[..., 0] = whole[..., None]
+        partial[..., 0] = overall[..., None]
         partial[..., 1] = variance[..., None] * lengths
     apply(x, weight, bias, residual, partial, out, mean, rstd)
     return out, mean, rstd
@@ -242,9 +242,9 @@ def _lengths(x: Tensor, splits: int) -> Tensor:
 
 
 def _backward_plan(x: Tensor) -> tuple[Launch, Launch, int]:
-    grid, sizes, how = _cut(x)
-    add = Launch(_gradient_sums, grid, **sizes, channels=x.shape[1], **how)
-    apply = Launch(_gradient_apply, grid, **sizes, channels=x.shape[1], SPLITS=power_of_2(grid[1]), **how)
+    grid, sizes, constants = _cut(x)
+    add = Launch(_gradient_sums, grid, **sizes, channels=x.shape[1], **constants)
+    apply = Launch(_gradient_apply, grid, **sizes, channels=x.shape[1], SPLITS=power_of_2(grid[1]), **constants)
     return add, apply, grid[1]
 
 
@@ -272,12 +272,12 @@ def instance_norm_silu_backward(
     partial = x.new_empty((*x.shape[:2], splits, 2), dtype=torch.float32)
     sums = x.new_empty((*x.shape[:2], 2), dtype=torch.float32)
     add(dout, x, weight, bias, residual, mean, rstd, partial)
-    own = None
+    totals = None
     if of_whole is not None:
-        own = partial.sum(-2)
-        partial.zero_()[..., 0, :] = of_whole(own)
+        totals = partial.sum(-2)
+        partial.zero_()[..., 0, :] = of_whole(totals)
     apply(dout, x, weight, bias, residual, mean, rstd, partial, dx, dresidual, sums)
-    sums = sums if own is None else own  # those of weight and bias are of these rows alone
+    sums = sums if totals is None else totals  # those of weight and bias are of these rows alone
     dbias, dweight = sums.sum(0).unbind(-1)
     # results of an operator have storages of their own
     return (dx, torch.empty_like(weight).copy_(dweight), torch.empty_like(bias).copy_(dbias), dresidual)

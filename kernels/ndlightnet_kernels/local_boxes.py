@@ -81,9 +81,7 @@ def next_place(place, sizes, AXES: tl.constexpr, BOX: tl.constexpr, PATCH: tl.co
 
 
 @triton.jit
-def box_rows(
-    box, place, table, sizes, length, AXES: tl.constexpr, BOX: tl.constexpr, PATCH: tl.constexpr, ROWS: tl.constexpr
-):
+def box_rows(box, place, table, sizes, length, AXES, BOX, PATCH, ROWS):
     """Return for the rows of a box the token of their patch's first cell, its coordinates, the
     sizes of the sample's grid and the tokens from cell to cell along each axis. place: of the box
     among those of grids. table: of a pack, (boxes, 1 + 2 AXES): the sample's first token, its
@@ -134,10 +132,10 @@ class Box(NamedTuple):
 def box(shape: Sequence[int], taps: int, backward: bool = False) -> Box:
     """Return the box for grids up to this shape: nearly a cube, no longer than the grid along any
     axis."""
-    how = plan(len(shape), taps, backward)
-    usual = (*[1] * len(shape), *how.patch)[-len(shape) :]
+    chosen = plan(len(shape), taps, backward)
+    usual = (*[1] * len(shape), *chosen.patch)[-len(shape) :]
     patch = [min(p, power_of_2(size)) for p, size in zip(usual, shape, strict=True)]
-    count, rows = how.rows, [1] * len(shape)
+    count, rows = chosen.rows, [1] * len(shape)
     while count > 1:
         extents = [p * r for p, r in zip(patch, rows, strict=True)]
         short = [a for a, size in enumerate(shape) if extents[a] < size]
@@ -150,10 +148,10 @@ def box(shape: Sequence[int], taps: int, backward: bool = False) -> Box:
 
 def table(shapes: Sequence[Sequence[int]], firsts: Sequence[int], of: Box) -> Tensor:
     """Return the boxes of a pack's samples, (boxes, 1 + 2 axes) int64; see `box_rows`."""
-    parts = []
+    tables = []
     for shape, first in zip(shapes, firsts, strict=True):
         starts = [torch.arange(0, n, extent) for n, extent in zip(shape, of.extents, strict=True)]
         grid = torch.cartesian_prod(*starts).reshape(-1, len(shape))
         fixed = torch.tensor([first, *shape]).expand(len(grid), -1)
-        parts.append(torch.cat([fixed, grid], 1))
-    return torch.cat(parts)
+        tables.append(torch.cat([fixed, grid], 1))
+    return torch.cat(tables)

@@ -28,15 +28,15 @@ class Lines:
     Triton, with a short name: a tuple it would walk through and print at each use, which takes
     minutes for many taps."""
 
-    def __init__(self, found: tuple[tuple[tuple[int, ...], tuple[Tile, ...]], ...]) -> None:
-        self.found = found
-        self._name = f"Lines_{sha256(repr(found).encode()).hexdigest()[:32]}"
+    def __init__(self, entries: tuple[tuple[tuple[int, ...], tuple[Tile, ...]], ...]) -> None:
+        self.entries = entries
+        self._name = f"Lines_{sha256(repr(entries).encode()).hexdigest()[:32]}"
 
     def __repr__(self) -> str:
         return self._name
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Lines) and self.found == other.found
+        return isinstance(other, Lines) and self.entries == other.entries
 
     def __hash__(self) -> int:
         return hash(self._name)
@@ -68,32 +68,32 @@ def lines(offsets: Offsets, patch: tuple[int, ...], sign: int = 1) -> Lines:
 
 @triton.constexpr_function
 def line_count(lines):
-    return len(lines.found)
+    return len(lines.entries)
 
 
 @triton.constexpr_function
 def line_at(lines, g):
-    return lines.found[g][0]
+    return lines.entries[g][0]
 
 
 @triton.constexpr_function
 def tile_count(lines, g):
-    return len(lines.found[g][1])
+    return len(lines.entries[g][1])
 
 
 @triton.constexpr_function
 def tile_at(lines, g, t):
-    return lines.found[g][1][t].at
+    return lines.entries[g][1][t].at
 
 
 @triton.constexpr_function
 def tap_of(lines, g, t, cell):
-    return lines.found[g][1][t].taps[cell]
+    return lines.entries[g][1][t].taps[cell]
 
 
 @triton.constexpr_function
 def cell_of(lines, g, t, tap):
-    return lines.found[g][1][t].cells[tap]
+    return lines.entries[g][1][t].cells[tap]
 
 
 @triton.constexpr_function

@@ -64,9 +64,7 @@ def _pointers(x, shift, at, STRIDE: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    pointers, mask, token, P: tl.constexpr, in_row, in_dim, STRIDE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr
-):
+def _tile(pointers, mask, token, P, in_row, in_dim, STRIDE, N, MASKED):
     """Load the tile P tokens after a line's pointers, 0 where not `in_row` and for padding, as a
     tuple: with N = 2 (bfloat16) of the even and the odd channels, which takes one instruction for
     each number, else of all."""
@@ -110,14 +108,14 @@ def _add_taps(acc, tile, weight, col, in_dim, LINES: tl.constexpr, g: tl.constex
 
 
 @triton.jit
-def _add_products(sums, tile, own, LINES: tl.constexpr, g: tl.constexpr, t: tl.constexpr):
+def _add_products(sums, tile, centre, LINES: tl.constexpr, g: tl.constexpr, t: tl.constexpr):
     """Add the products of a tile and the cells that read it to the sums of their taps."""
     N: tl.constexpr = len(tile)
     out = ()
     for tap in tl.static_range(len(sums) // N):
         if cell_of(LINES, g, t, tap) >= 0:
             for h in tl.static_range(N):
-                mine = own[cell_of(LINES, g, t, tap) * N + h]
+                mine = centre[cell_of(LINES, g, t, tap) * N + h]
                 out = out + (sums[tap * N + h] + tile[h] * mine,)
         else:
             for h in tl.static_range(N):
@@ -126,22 +124,7 @@ def _add_products(sums, tile, own, LINES: tl.constexpr, g: tl.constexpr, t: tl.c
 
 
 @triton.jit
-def _store(
-    out,
-    acc,
-    mask,
-    token,
-    col,
-    cells,
-    shape,
-    steps,
-    in_dim,
-    DIM: tl.constexpr,
-    AXES: tl.constexpr,
-    WHOLE: tl.constexpr,
-    OWN: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _store(out, acc, mask, token, col, cells, shape, steps, in_dim, DIM, AXES, WHOLE, OWN, MASKED):
     """Store the sums of the patches' cells; 0 for padding if there is a mask."""
     N: tl.constexpr = len(acc) // (line_count(OWN) * tile_count(OWN, 0))
     for g in tl.static_range(line_count(OWN)):
@@ -271,13 +254,13 @@ def _backward(
         token, cells, shape, steps = box_rows(box, place, table, sizes, length, AXES, BOX, PATCH, ROWS)
         at = token[:, None] * (DIM // N) + col[None, :]
         mine = token[:, None] * (STRIDE // N) + col[None, :]
-        own = ()
+        centre = ()
         for g in tl.static_range(line_count(OWN)):
             shift, line = line_rows(cells, shape, steps, line_at(OWN, g), AXES)
             here_x, in_range = _pointers(x, shift, mine, STRIDE, N), token + shift
             for p in tl.static_range(tile_count(OWN, g)):
                 in_row = tile_rows(line, cells[AXES - 1], shape[AXES - 1], p, WHOLE)
-                own = own + _tile(here_x, mask, in_range, p, in_row, in_dim, STRIDE, N, MASKED)
+                centre = centre + _tile(here_x, mask, in_range, p, in_row, in_dim, STRIDE, N, MASKED)
         acc = _zeros(cell_count(PATCH) * N, ROWS, BLOCK // N)
         for g in tl.static_range(line_count(LINES)):
             shift, line = line_rows(cells, shape, steps, line_at(LINES, g), AXES)
@@ -285,7 +268,7 @@ def _backward(
             for t in tl.static_range(tile_count(LINES, g)):
                 in_row = tile_rows(line, cells[AXES - 1], shape[AXES - 1], tile_at(LINES, g, t), WHOLE)
                 tile = _tile(here_du, mask, token, tile_at(LINES, g, t), in_row, in_dim, DIM, N, False)
-                sums = _add_products(sums, tile, own, LINES, g, t)
+                sums = _add_products(sums, tile, centre, LINES, g, t)
                 if DX:
                     acc = _add_taps(acc, tile, weight, col, in_dim, LINES, g, t, DIM)
         if DX:
@@ -324,7 +307,7 @@ def _stride(x: Tensor) -> int:
     return x.stride(1 if x.shape[1] > 1 else 0)
 
 
-def _arguments(x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box, how: Plan) -> dict[str, Any]:
+def _arguments(x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box, chosen: Plan) -> dict[str, Any]:
     """Return the arguments that both kernels share."""
     dim, sizes = x.shape[-1], [int(n) for n in shape]
     count = 0 if boxes is None else boxes.shape[0]
@@ -332,7 +315,7 @@ def _arguments(x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box, h
         count = x.shape[0]
         for size, extent in zip(sizes, of.extents, strict=True):
             count *= cdiv(size, extent)
-    block = min(power_of_2(dim), how.bytes // x.element_size())
+    block = min(power_of_2(dim), chosen.bytes // x.element_size())
     pairs = x.dtype == torch.bfloat16 and dim % 2 == _stride(x) % 2 == 0
     return {
         "boxes": count,
@@ -349,8 +332,8 @@ def _arguments(x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box, h
         "N": 2 if pairs else 1,
         "WHOLE": of.patch[-1] if boxes is None and sizes[-1] % of.patch[-1] == 0 else 1,
         "OWN": lines(((0,) * len(shape),), of.patch),
-        "num_warps": how.warps,
-        "maxnreg": how.registers or None,
+        "num_warps": chosen.warps,
+        "maxnreg": chosen.registers or None,
     }
 
 
@@ -358,18 +341,11 @@ def _launch(
     x: Tensor, mask: bool, shape: Sequence[int], boxes: Tensor | None, of: Box, offsets: Offsets, transposed: bool
 ) -> Launch:
     chosen = plan(len(shape), len(offsets))
-    how = _arguments(x, shape, boxes, of, chosen)
-    programs = cdiv(how["boxes"], chosen.boxes) * cdiv(how["DIM"], how["BLOCK"])
+    common = _arguments(x, shape, boxes, of, chosen)
+    programs = cdiv(common["boxes"], chosen.boxes) * cdiv(common["DIM"], common["BLOCK"])
     read = lines(offsets, of.patch, -1 if transposed else 1)
-    return Launch(
-        _mix,
-        (programs,),
-        **how,
-        each=chosen.boxes,
-        LINES=read,
-        MASK_IN=mask and not transposed,
-        MASK_OUT=mask and transposed,
-    )
+    masks = {"MASK_IN": mask and not transposed, "MASK_OUT": mask and transposed}
+    return Launch(_mix, (programs,), **common, each=chosen.boxes, LINES=read, **masks)
 
 
 def mix(
@@ -401,27 +377,19 @@ def _backward_launches(
 ) -> list[tuple[Launch, int, int]]:
     """Return a launch for each set of taps, with their number and that of its partial sums."""
     chosen = plan(len(shape), len(offsets), backward=True)
-    how = _arguments(x, shape, boxes, of, chosen)
-    blocks = cdiv(how["DIM"], how["BLOCK"])
-    count = max(1, cdiv(how["boxes"], max(1, chosen.programs // blocks)))
-    parts = max(1, cdiv(how["boxes"], count))
+    common = _arguments(x, shape, boxes, of, chosen)
+    blocks = cdiv(common["DIM"], common["BLOCK"])
+    count = max(1, cdiv(common["boxes"], max(1, chosen.programs // blocks)))
+    slots = max(1, cdiv(common["boxes"], count))
     sets = cdiv(len(offsets), chosen.taps)
     each = cdiv(len(offsets), sets)
-    found = []
+    launches = []
     for first in range(0, len(offsets), each):
         some = offsets[first : first + each]
-        launch = Launch(
-            _backward,
-            (parts * blocks,),
-            **how,
-            each=count,
-            LINES=lines(some, of.patch, -1),
-            TAPS=len(some),
-            MASKED=mask,
-            DX=sets == 1,
-        )
-        found.append((launch, len(some), parts))
-    return found
+        taps = {"LINES": lines(some, of.patch, -1), "TAPS": len(some), "MASKED": mask, "DX": sets == 1}
+        launch = Launch(_backward, (slots * blocks,), **common, each=count, **taps)
+        launches.append((launch, len(some), slots))
+    return launches
 
 
 def backward(
@@ -444,8 +412,8 @@ def backward(
     )
     dx = dense_empty(x) if len(launches) == 1 else None
     sums = []
-    for launch, taps, parts in launches:
-        partial = scratch(x, parts, taps, x.shape[-1])
+    for launch, taps, slots in launches:
+        partial = scratch(x, slots, taps, x.shape[-1])
         launch(du, x, weight, flags(mask), boxes, dx, partial)
         sums.append(partial.sum(0))
     return dx, sums[0] if len(sums) == 1 else torch.cat(sums)

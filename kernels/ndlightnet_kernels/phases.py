@@ -22,28 +22,22 @@ SIZES = ["n1", "n2", "n3", "n4", "n5", "n6", "n7", "prefix", "each"]
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
+# ANGLES, a constant of all kernels with angles, is (kind, number of axes, slots of theta, index of the
+# first of them among all slots, number of all slots, whether phases have 64 bits, whether tokens may
+# lie in front of the grid).
 @triton.jit
-def slot_frequencies(
-    theta,
-    offset,
-    shapes,
-    sample,
-    each,
-    prefix,
-    head,
-    sizes,
-    channel,
-    KIND: tl.constexpr,
-    AXES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-):
+def slot_frequencies(angles, shapes, sample, prefix, channel, ANGLES: tl.constexpr):
     """Compute, once in a program, what the angles at the slots of `channel` depend on: slots,
     frequencies (upper and lower half), sizes of the axes, their reciprocals, first coordinates,
-    prefix, phase of the first cell, and its distance from the origin. theta has SLOTS of the TOTAL
-    slots, from OFFSET on. each: 1 where each sample has an offset, else 0; shapes: grids of the
-    samples, where they differ."""
+    prefix, phase of the first cell, and its distance from the origin. angles: theta, offset, 1 where
+    each sample has an offset, else 0, row of theta, and sizes of the axes after the first; shapes:
+    grids of the samples, where they differ."""
+    KIND: tl.constexpr = ANGLES[0]
+    AXES: tl.constexpr = ANGLES[1]
+    SLOTS: tl.constexpr = ANGLES[2]
+    OFFSET: tl.constexpr = ANGLES[3]
+    TOTAL: tl.constexpr = ANGLES[4]
+    theta, offset, each, head, sizes = angles
     slot, high, low, phase, far = channel, channel, channel, channel * 0, channel * 0
     counts, reciprocals, offsets = (), (), ()
     if KIND != 0:
@@ -74,8 +68,8 @@ def slot_frequencies(
                 reciprocals += ((4294967295 // count.to(tl.int64)).to(tl.int32),)
         if offset is not None:
             if offset.dtype.element_ty == tl.int64:
-                whole = (upper << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-                phase, far = ((first * whole) >> 32).to(tl.int32), (first - origin).to(tl.int32)
+                exact = (upper << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+                phase, far = ((first * exact) >> 32).to(tl.int32), (first - origin).to(tl.int32)
     return slot + OFFSET, high, low, counts, reciprocals, offsets, prefix, phase, far
 
 
@@ -89,10 +83,13 @@ def _over(slots, tokens, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def coordinates(freqs, t, AXES: tl.constexpr, TOTAL: tl.constexpr, PREFIX: tl.constexpr, ACROSS: tl.constexpr = False):
+def coordinates(freqs, t, ANGLES: tl.constexpr, ACROSS: tl.constexpr = False):
     """Return the coordinates of tokens t along the axis of each slot, (len(t), len(slot)) int32;
     with an offset of int64, counted from the first cell's. Tokens in front of the grid are at
     coordinate 0. Each axis has a consecutive group of slots; group sizes differ by at most one."""
+    AXES: tl.constexpr = ANGLES[1]
+    TOTAL: tl.constexpr = ANGLES[4]
+    PREFIX: tl.constexpr = ANGLES[6]
     rest = t.to(tl.int32)
     if PREFIX:
         rest = tl.maximum(rest - freqs[6], 0)
@@ -123,8 +120,9 @@ def coordinates(freqs, t, AXES: tl.constexpr, TOTAL: tl.constexpr, PREFIX: tl.co
 
 
 @triton.jit
-def cos_sin(freqs, at_axis, WIDE: tl.constexpr, ACROSS: tl.constexpr = False):
+def cos_sin(freqs, at_axis, ANGLES: tl.constexpr, ACROSS: tl.constexpr = False):
     """Return cos and sin of the angles at `coordinates`, float32."""
+    WIDE: tl.constexpr = ANGLES[5]
     high, _ = _over(freqs[1], freqs[1], ACROSS)
     begin, _ = _over(freqs[7], freqs[7], ACROSS)
     phase = at_axis * high + begin
@@ -165,16 +163,16 @@ def pinned(x):
 
 
 @triton.jit
-def cos_sin_once(freqs, t, AXES: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr):
+def cos_sin_once(freqs, t, ANGLES: tl.constexpr):
     """Return `cos_sin` for kernels that need it in tiles of two layouts; for 16-bit inputs to the
     precision of float16.
 
     Tokens lie along the lanes here: a thread has few of them and computes few coordinates.
     """
-    if WIDE or INTERPRETED:
-        return cos_sin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX), WIDE)
+    if ANGLES[5] or INTERPRETED:
+        return cos_sin(freqs, coordinates(freqs, t, ANGLES), ANGLES)
     else:
-        cos, sin = cos_sin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX, True), WIDE, True)
+        cos, sin = cos_sin(freqs, coordinates(freqs, t, ANGLES, True), ANGLES, True)
         low = cos.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         high = sin.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
         both = materialized((low | high).to(tl.float32, bitcast=True))

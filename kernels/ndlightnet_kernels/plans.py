@@ -27,7 +27,7 @@ class Plan(NamedTuple):
 
     def options(self) -> dict[str, int]:
         most = {"maxnreg": self.registers} if self.registers else {}
-        return {"num_warps": self.warps, **most}
+        return {"BL": self.block, "STAGES": self.stages, "num_warps": self.warps, **most}
 
 
 # Plans for heads of up to 64 and up to 128 channels. Measured on one H200 (bf16; 4 x 16384 tokens
@@ -152,7 +152,7 @@ def channel_blocks(k: Tensor, vdim: int) -> list[slice]:
 
 
 def split_count(programs: int, at_once: int, tiles: int) -> int:
-    """Return into how many splits to cut each of `programs` parts of `tiles` tiles: the fewest that
+    """Return into how many splits to cut each of `programs` pieces of `tiles` tiles: the fewest that
     keep six tenths of the card at work, which is enough to keep its memory busy."""
 
     def share(n: int) -> float:
@@ -162,7 +162,7 @@ def split_count(programs: int, at_once: int, tiles: int) -> int:
     return next((n for n in options if share(n) >= 0.6), max(options, key=share))
 
 
-MOST_PARTS, BLOCK = 127, 64
+MOST_SEGMENTS, BLOCK = 127, 64
 START = 200
 
 
@@ -181,24 +181,24 @@ def fills(k: Tensor, vdim: int, kind: str) -> bool:
 def plan_segments(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
     """Return into how many segments to cut the length of keys (batch, length, heads, dim), and
     their length, a multiple of every chunk. Symbolic shapes get no guard on the length."""
-    length, parts = k.shape[1], 1
+    length, segments = k.shape[1], 1
     rows, at_once = _programs(k, vdim, kind)
     if lowered():
         rows = hint(rows)
     for waves in range(1, 5):  # the fewest that keep nine tenths of the card at work
-        parts = max(1, waves * at_once // rows)
-        if 10 * parts * rows >= 9 * waves * at_once:
+        segments = max(1, waves * at_once // rows)
+        if 10 * segments * rows >= 9 * waves * at_once:
             break
-    parts = min(parts, cdiv(length, 4 * BLOCK), MOST_PARTS)
-    span = cdiv(cdiv(length, parts), BLOCK) * BLOCK
+    segments = min(segments, cdiv(length, 4 * BLOCK), MOST_SEGMENTS)
+    span = cdiv(cdiv(length, segments), BLOCK) * BLOCK
     return cdiv(length, span), span
 
 
 # --------------------------------------------------------------------------------------- packs
 def tokens_per_split(lengths: Sequence[int], k: Tensor, vdim: int, kind: str) -> int:
-    """Return the most tokens of a part for a pack of samples of these `lengths` (keys (1, length,
-    heads, dim)): the number with which the parts of all heads, longest first, end soonest. The
-    start of a part costs as much as START tokens."""
+    """Return the most tokens of a split for a pack of samples of these `lengths` (keys (1, length,
+    heads, dim)): the number with which the splits of all heads, longest first, end soonest. The
+    start of a split costs as much as START tokens."""
     chosen = plan("summarize", pad(k.shape[-1]), pad(vdim), kind, operand_bytes(k))
     slots = max(1, chosen.programs * processors(k) // k.shape[2])
     spans = sorted(least << i for least in (2 * BLOCK, 3 * BLOCK) for i in range(1, 13))
@@ -206,9 +206,9 @@ def tokens_per_split(lengths: Sequence[int], k: Tensor, vdim: int, kind: str) ->
     spans = spans[: bisect_left(spans, longest) + 1]  # longer ones cut nothing
 
     def estimate(span: int) -> float:
-        parts = sum(cdiv(n, span) for n in lengths)
-        work = (sum(lengths) + START * parts) / slots
-        # the last parts end at different times
+        splits = sum(cdiv(n, span) for n in lengths)
+        work = (sum(lengths) + START * splits) / slots
+        # the last splits end at different times
         return max(work, min(span, longest) + START) + span / 4
 
     def schedule(span: int) -> int:
@@ -223,15 +223,15 @@ def tokens_per_split(lengths: Sequence[int], k: Tensor, vdim: int, kind: str) ->
 
 
 def split_table(lengths: Sequence[int], span: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return the parts of samples that lie end to end, longest first, and the index of each
-    sample's first part: `splits` and `first` of Position."""
-    parts: list[tuple[int, ...]] = []
+    """Return the splits of samples that lie end to end, longest first, and the index of each
+    sample's first split: `splits` and `first` of Position."""
+    splits: list[tuple[int, ...]] = []
     first, begin = [0], 0
     for row, n in enumerate(lengths):
         count = cdiv(n, span)
         step = cdiv(cdiv(n, max(1, count)), BLOCK) * BLOCK
         for at in range(0, n, max(1, step)):
-            parts.append((row, len(parts), begin + at, begin + min(at + step, n), begin))
-        first.append(len(parts))
+            splits.append((row, len(splits), begin + at, begin + min(at + step, n), begin))
+        first.append(len(splits))
         begin += n
-    return sorted(parts, key=lambda part: part[2] - part[3]), first
+    return sorted(splits, key=lambda split: split[2] - split[3]), first

@@ -27,12 +27,12 @@ class FlatPosition(NamedTuple):
     offset). Or (1 or batch, axes) int32 if it is near, within the grid or the whole that this is a
     slab of, with the origin 0.
 
-    splits, first, shapes: of a pack, int32. splits (parts, 5), the longest part first: its sample,
-    its index among all parts in order of samples, its first token and the one after the last, and
-    the sample's first token. first (samples + 1,): the index of each sample's first part. shapes
+    splits, first, shapes: of a pack, int32. splits (splits, 5), the longest first: its sample,
+    its index among all in order of samples, its first token and the one after the last, and
+    the sample's first token. first (samples + 1,): the index of each sample's first split. shapes
     (samples, axes): the grids.
 
-    sizes: tokens in front of the grid, most tokens of a part (of a pack), index of theta's first
+    sizes: tokens in front of the grid, most tokens of a split (of a pack), index of theta's first
     slot among all slots, number of all slots (0: theta has all), the grid's shape (not of a pack).
     """
 

@@ -1,8 +1,10 @@
-"""Merges of States: of the parts of a source, and between the segments of the causal form."""
+"""Merges of States: of the splits of a source, and between the segments of the causal form."""
 
 # mypy: disable-error-code="assignment"
 # (a jit function builds its tuples of tensors step by step)
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -15,18 +17,18 @@ AT_ONCE = tl.constexpr(8)  # States whose loads are in flight at the same time
 
 
 @triton.jit
-def parts_of(first, bh, heads, parts):
-    """Return the base index of a State's parts, the first part and the one after the last: all
-    `parts`, or in a pack those from first[row] to first[row + 1]."""
+def splits_of_state(first, bh, heads, n_splits):
+    """Return the base index of a State's splits, the first one and the one after the last: all
+    `n_splits`, or in a pack those from first[row] to first[row + 1]."""
     if first is None:
-        return bh * parts, parts * 0, parts
+        return bh * n_splits, n_splits * 0, n_splits
     else:
         row = bh // heads
-        return bh % heads * parts, tl.load(first + row), tl.load(first + row + 1)
+        return bh % heads * n_splits, tl.load(first + row), tl.load(first + row + 1)
 
 
-@triton.jit(do_not_specialize=["parts", "heads"])
-def merge_parts(
+@triton.jit(do_not_specialize=["n_splits", "heads"])
+def merge_splits(
     top,
     total,
     memory,
@@ -34,7 +36,7 @@ def merge_parts(
     top_out,
     total_out,
     memory_out,
-    parts,
+    n_splits,
     heads,
     DIM: tl.constexpr,
     VDIM: tl.constexpr,
@@ -42,12 +44,12 @@ def merge_parts(
     HALVES: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Merge the parts' States: one program for BC rows of the memory. first: see `parts_of`."""
+    """Merge the splits' States: one program for BC rows of the memory. first: see `splits_of_state`."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = row < HALVES * DIM
     in_tile = inside[:, None] & (vc < VDIM)[None, :]
-    base, begin, end = parts_of(first, bh, heads, parts)
+    base, begin, end = splits_of_state(first, bh, heads, n_splits)
     at = base * DIM + row % DIM
     zero = tl.zeros((BC,), tl.int32)
     best = tl.full((BC,), float("-inf"), tl.float32)
@@ -71,30 +73,27 @@ def merge_parts(
     tl.store(memory_out + (bh * (HALVES * DIM) + row)[:, None] * VDIM + vc[None, :], acc, in_tile)
 
 
-def merge_launch(device: torch.device, samples: int, parts: int, heads: int, sizes: tuple[int, int, int]) -> Launch:
-    """Return the launch of `merge_parts` for memories of halves * dim rows and vdim columns."""
+Sizes = tuple[int, int, int]  # of a memory: its halves, dim and vdim
+
+
+def memory_launch(kernel: Any, rows: int, sizes: Sizes, elements: int = 256, **numbers: int) -> Launch:
+    """Return the launch of a kernel whose programs take some rows of a memory (halves * dim, vdim)
+    of each of `rows` States. elements: of a program."""
     halves, dim, vdim = sizes
+    some = max(1, elements // pad(vdim))
+    tile = {"DIM": dim, "VDIM": vdim, "BV": pad(vdim), "HALVES": halves, "BC": some}
+    return Launch(kernel, (rows, cdiv(halves * dim, some)), **numbers, **tile, num_warps=2)
 
-    def make() -> Launch:
-        # smaller programs where larger ones leave much of the card idle: measured on one H200
-        rows, elements = samples * heads, 256
-        if rows * halves * dim * pad(vdim) < 256 * 1024:
-            elements = 128
-        some = max(1, elements // pad(vdim))
-        return Launch(
-            merge_parts,
-            (rows, cdiv(halves * dim, some)),
-            parts=parts,
-            heads=heads,
-            DIM=dim,
-            VDIM=vdim,
-            BV=pad(vdim),
-            HALVES=halves,
-            BC=some,
-            num_warps=2,
-        )
 
-    return remembered(("merge", device, samples, parts, heads, sizes), make)
+def merge_launch(device: torch.device, samples: int, n_splits: int, heads: int, sizes: Sizes) -> Launch:
+    """Return the launch of `merge_splits`."""
+    rows, (halves, dim, vdim) = samples * heads, sizes
+    # smaller programs where larger ones leave much of the card idle: measured on one H200
+    elements = 128 if rows * halves * dim * pad(vdim) < 256 * 1024 else 256
+    return remembered(
+        ("merge", device, samples, n_splits, heads, sizes),
+        lambda: memory_launch(merge_splits, rows, sizes, elements, n_splits=n_splits, heads=heads),
+    )
 
 
 @triton.jit
@@ -110,21 +109,7 @@ def reciprocal_sum(total, at, inside):
 
 
 @triton.jit
-def _join_one(
-    total,
-    memory,
-    dtotal,
-    dmemory,
-    bh,
-    j,
-    inside,
-    vc,
-    dcos,
-    dsin,
-    DIM: tl.constexpr,
-    VDIM: tl.constexpr,
-    HALVES: tl.constexpr,
-):
+def _join_one(total, memory, dtotal, dmemory, bh, j, inside, vc, dcos, dsin, DIM, VDIM, HALVES):
     in_tile = inside[:, None] & (vc < VDIM)[None, :]
     inverse = reciprocal_sum(total, bh * DIM + j, inside)
     at = (bh * (HALVES * DIM) + j)[:, None] * VDIM + vc[None, :]
@@ -136,7 +121,7 @@ def _join_one(
     tl.store(dtotal + bh * DIM + j, -tl.sum(product, 1) * inverse * inverse, inside)
 
 
-@triton.jit(do_not_specialize=["parts", "heads"])
+@triton.jit(do_not_specialize=["n_splits", "heads"])
 def join_grads(
     dmemories,
     total,
@@ -144,7 +129,7 @@ def join_grads(
     first,
     dtotal,
     dmemory,
-    parts,
+    n_splits,
     heads,
     DIM: tl.constexpr,
     VDIM: tl.constexpr,
@@ -152,7 +137,7 @@ def join_grads(
     KIND: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Sum the parts' gradients and propagate them through the normalisation: one program for BC
+    """Sum the splits' gradients and propagate them through the normalisation: one program for BC
     features."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
@@ -160,7 +145,7 @@ def join_grads(
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = c < WIDTH
     in_tile = inside[:, None] & (vc < VDIM)[None, :]
-    base, begin, end = parts_of(first, bh, heads, parts)
+    base, begin, end = splits_of_state(first, bh, heads, n_splits)
     zero = tl.zeros((BC,), tl.int32)
     ga = tl.zeros((BC, BV), tl.float32)
     gb = ga
@@ -177,7 +162,7 @@ def join_grads(
         _join_one(total, memory, dtotal, dmemory, bh, c + WIDTH, inside, vc, gb, -ga, DIM, VDIM, HALVES)
 
 
-@triton.jit(do_not_specialize=["parts", "per_segment", "span", "heads"])
+@triton.jit(do_not_specialize=["segments", "per_segment", "span", "heads"])
 def prefix_states(
     forget,
     top0,
@@ -189,7 +174,7 @@ def prefix_states(
     top_out,
     total_out,
     memory_out,
-    parts,
+    segments,
     per_segment,
     span,
     heads,
@@ -199,7 +184,7 @@ def prefix_states(
     HALVES: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Prefix merge: compute the State before each of `parts` + 1 segments from the States of their
+    """Prefix merge: compute the State before each of `segments` + 1 segments from the States of their
     splits (None: there is only one segment). One program for BC rows of the memory. forget: decay
     rate of each head for a token; then States before segments are those at the token before."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
@@ -212,12 +197,12 @@ def prefix_states(
         best = tl.load(top0 + bh * DIM + c, mask=inside, other=float("-inf"))
         sm = tl.load(total0 + bh * DIM + c, mask=inside, other=0.0)
         m = tl.load(memory0 + bh * (HALVES * DIM * VDIM) + tile, mask=in_tile, other=0.0)
-    zero, states = tl.zeros((BC,), tl.int32), bh * (parts + 1)
+    zero, states = tl.zeros((BC,), tl.int32), bh * (segments + 1)
     tl.store(top_out + (states + bh) * DIM + c, best, lead)
     tl.store(total_out + states * DIM + c, sm, lead)
     tl.store(memory_out + states * (HALVES * DIM * VDIM) + tile, m, in_tile)
     if top is not None:
-        count = parts * per_segment
+        count = segments * per_segment
         for first in range(0, count, AT_ONCE):
             refs, sums, tiles = (), (), ()
             for i in tl.static_range(AT_ONCE):
@@ -247,7 +232,7 @@ def prefix_states(
                 tl.store(x, m, in_tile & in_range[:, None])
 
 
-@triton.jit(do_not_specialize=["parts", "length", "span", "heads"])
+@triton.jit(do_not_specialize=["segments", "length", "span", "heads"])
 def suffix_grads(
     forget,
     top,
@@ -259,7 +244,7 @@ def suffix_grads(
     dmemory0,
     dsum_out,
     dmemory_out,
-    parts,
+    segments,
     length,
     span,
     heads,
@@ -276,8 +261,8 @@ def suffix_grads(
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < HALVES * DIM, row < DIM, row % DIM
     tile, in_tile = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
-    states = top + bh * (parts + 1) * DIM + c
-    ref_after = tl.load(states + parts * DIM, mask=inside, other=float("-inf"))
+    states = top + bh * (segments + 1) * DIM + c
+    ref_after = tl.load(states + segments * DIM, mask=inside, other=float("-inf"))
     filled = ref_after > float("-inf")  # a channel without any token so far has no memory
     after, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
     if dtotal is not None:
@@ -285,14 +270,14 @@ def suffix_grads(
     if dmemory is not None:
         m = tl.load(dmemory + bh * (HALVES * DIM * VDIM) + tile, mask=in_tile, other=0.0)
         m = tl.where(filled[:, None], m, 0.0)
-    zero, end = tl.zeros((BC,), tl.int32), bh * parts + parts - 1
+    zero, end = tl.zeros((BC,), tl.int32), bh * segments + segments - 1
     tl.store(dsum_out + end * DIM + c, after, lead)
     tl.store(dmemory_out + end * (HALVES * DIM * VDIM) + tile, m, in_tile)
-    for back in range(0, parts, AT_ONCE):
+    for back in range(0, segments, AT_ONCE):
         refs, sums, tiles = (), (), ()
         for i in tl.static_range(AT_ONCE):
-            s = zero + parts - 1 - back - i
-            at, in_range = bh * parts + s, inside & (s >= 0)
+            s = zero + segments - 1 - back - i
+            at, in_range = bh * segments + s, inside & (s >= 0)
             refs += (tl.load(states + s * DIM, mask=in_range, other=float("-inf")),)
             if dsums is None:
                 sums += (tl.zeros((BC,), tl.float32),)
@@ -302,19 +287,19 @@ def suffix_grads(
                 x = dmemories + at[:, None] * (HALVES * DIM * VDIM) + tile
                 tiles += (tl.load(x, mask=in_tile & in_range[:, None], other=0.0),)
         for i in tl.static_range(AT_ONCE):
-            s = zero + parts - 1 - back - i
+            s = zero + segments - 1 - back - i
             ref = tl.where(s >= 0, refs[i], ref_after)
             filled = ref > float("-inf")
             if forget is None:
                 fall = weight(ref, ref_after)
             else:
-                tokens = tl.where(s == parts - 1, length - (parts - 1) * span, span)
+                tokens = tl.where(s == segments - 1, length - (segments - 1) * span, span)
                 tokens = tl.where(s >= 0, tokens, 0)
                 fall = weight(ref, ref_after, -log2_rate(forget, bh, heads) * tokens)
             after = fall * after + tl.where(filled, sums[i], 0.0)
             m = fall[:, None] * m + tl.where(filled[:, None], tiles[i], 0.0)
             ref_after = ref
-            at, in_range = bh * parts + s - 1, s > 0
+            at, in_range = bh * segments + s - 1, s > 0
             tl.store(dsum_out + at * DIM + c, after, lead & in_range)
             x = dmemory_out + at[:, None] * (HALVES * DIM * VDIM) + tile
             tl.store(x, m, in_tile & in_range[:, None])

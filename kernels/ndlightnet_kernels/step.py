@@ -7,14 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels import phases
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
 from ndlightnet_kernels.position import FlatPosition
-from ndlightnet_kernels.tiles import arguments, cdiv, pad, silu, weight
+from ndlightnet_kernels.tiles import SIZES, angle_arguments, cdiv, pad, silu, weight
 
 
-@triton.jit(do_not_specialize=["heads", "per_head", *phases.SIZES])
+@triton.jit(do_not_specialize=SIZES)
 def _step(
     q,
     k,
@@ -43,14 +42,9 @@ def _step(
     VDIM: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
+    ANGLES: tl.constexpr,
 ):
+    KIND: tl.constexpr = ANGLES[0]
     bh = tl.program_id(0).to(tl.int64)
     c, vc = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     inside, inside_v = c < DIM, vc < VDIM
@@ -71,25 +65,10 @@ def _step(
         o = tl.sum(f[:, None] * m, 0)
     else:
         t = tl.zeros((1,), tl.int32)
-        sizes = (n1, n2, n3, n4, n5, n6, n7)
-        freqs = slot_frequencies(
-            theta,
-            offset,
-            None,
-            bh // heads,
-            each,
-            prefix,
-            bh % heads * per_head,
-            sizes,
-            c,
-            KIND,
-            AXES,
-            SLOTS,
-            OFFSET,
-            TOTAL,
-        )
-        at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
-        cos, sin = cos_sin(freqs, at_axis, WIDE)
+        angles = (theta, offset, each, bh % heads * per_head, (n1, n2, n3, n4, n5, n6, n7))
+        freqs = slot_frequencies(angles, None, bh // heads, prefix, c, ANGLES)
+        at_axis = coordinates(freqs, t, ANGLES)
+        cos, sin = cos_sin(freqs, at_axis, ANGLES)
         cos, sin = tl.max(cos, 0), tl.max(sin, 0)  # there is one row
         m += (p * cos)[:, None] * y[None, :]
         o = tl.sum((f * cos)[:, None] * m, 0)
@@ -107,9 +86,9 @@ def _step(
 def _plan(k: Tensor, vdim: int, position: FlatPosition) -> Launch:
     batch, heads, dim = k.shape
     bk, bv = pad(dim), min(pad(vdim), 32)
-    given = arguments(position, k) | {"WIDE": True}
+    angles = angle_arguments(position, k, wide=True)
     return Launch(
-        _step, (batch * heads, cdiv(vdim, bv)), heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv, **given, num_warps=4
+        _step, (batch * heads, cdiv(vdim, bv)), heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv, **angles, num_warps=4
     )
 
 
@@ -121,8 +100,8 @@ def step(
     batch, heads, vdim = v.shape
     dtypes = q.dtype, k.dtype, v.dtype, top.dtype, total.dtype, memory.dtype
     launch = remembered(("step", k.device, dtypes, k.shape, vdim, position.key), lambda: _plan(k, vdim, position))
-    given = [x.contiguous() for x in (q, k, v, top, total, memory)]
+    tensors = [x.contiguous() for x in (q, k, v, top, total, memory)]
     out = torch.empty(batch, heads, vdim, dtype=q.dtype, device=q.device)
-    new = [torch.empty_like(x) for x in given[3:]]
-    launch(*given, *position.angles, out, *new)
+    new = [torch.empty_like(x) for x in tensors[3:]]
+    launch(*tensors, *position.angles, out, *new)
     return out, new[0], new[1], new[2]

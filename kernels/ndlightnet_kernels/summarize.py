@@ -1,4 +1,4 @@
-"""The State of one part of a source: the first half of global attention, and of segments of the
+"""The State of one split of a source: the first half of global attention, and of segments of the
 causal form. Symbols as in attention.py."""
 
 from __future__ import annotations
@@ -6,10 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ndlightnet_kernels import phases
 from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
 from ndlightnet_kernels.segments import log2_rate
 from ndlightnet_kernels.tiles import (
+    SIZES,
     deinterleave,
     dot,
     hide,
@@ -18,46 +18,29 @@ from ndlightnet_kernels.tiles import (
     load,
     load_keys,
     powers,
+    read_split,
+    second_channels,
     slip,
-    split_at,
     valid_tokens,
 )
 
-SIZES = ["length", "span", "parts", "per_segment", "heads", "per_head", *phases.SIZES]
-KV = ["skb", "skt", "skh", "svb", "svt", "svh"]
-
 
 @triton.jit
-def _keys(
-    k,
-    b,
-    h,
-    t,
-    kc,
-    valid,
-    end,
-    skb,
-    skt,
-    skh,
-    WIDTH: tl.constexpr,
-    KIND: tl.constexpr,
-    MASKED: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+def _keys(k_rows, mask, t, kc, valid, end, KIND: tl.constexpr):
     """Load logits, and with rotary those of the pairs' second channels."""
-    x = load_keys(k, b, h, t, kc, end, skb, skt, skh, WIDTH, UNIT)
+    x = load_keys(k_rows, t, kc, end)
     x2 = x
     if KIND == 2:
-        x2 = load_keys(k + WIDTH, b, h, t, kc, end, skb, skt, skh, WIDTH, UNIT)
-    if MASKED:
+        x2 = load_keys(second_channels(k_rows), t, kc, end)
+    if mask is not None:
         x, x2 = hide(x, valid), hide(x2, valid)
     return x, x2
 
 
 @triton.jit
-def _added(p, valid, MASKED: tl.constexpr, ROWS: tl.constexpr):
+def _added(p, valid, mask, ROWS: tl.constexpr):
     """Sum p over tokens, without those after the last one, to (ROWS, columns)."""
-    if not MASKED:  # by a factor, which costs less than a selection
+    if mask is None:  # by a factor, which costs less than a selection
         p *= valid.to(tl.float32)[:, None]
     return tl.sum(tl.reshape(p, (p.shape[0] // ROWS, ROWS, p.shape[1])), 0)
 
@@ -69,102 +52,51 @@ def _fade(rate, t, end):
 
 
 @triton.jit
-def _collect(
-    k,
-    v,
-    mask,
-    freqs,
-    rate,
-    mx,
-    mx2,
-    b,
-    h,
-    begin,
-    end,
-    length,
-    kc,
-    vc,
-    skb,
-    skt,
-    skh,
-    svb,
-    svt,
-    svh,
-    WIDTH: tl.constexpr,
-    VDIM: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BL: tl.constexpr,
-    KIND: tl.constexpr,
-    AXES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    PREFIX: tl.constexpr,
-    MASKED: tl.constexpr,
-    UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Return sums of exp(k - mx) and memories y^T (p cos, p sin) of a part; with rotary also those
+def _collect(k_rows, v_rows, mask, freqs, rate, tops, span, kc, vc, BL, ANGLES, PRODUCT, STAGES, ROWS):
+    """Return sums of exp(k - mx) and memories y^T (p cos, p sin) of a split; with rotary also those
     of the pairs' second channels. Memories are transposed, so that both sides of a product lie in
     shared memory as they were read. Sums stay spread over the tile's rows until the end."""
+    KIND: tl.constexpr = ANGLES[0]
+    SLOTS: tl.constexpr = ANGLES[2]
+    OPERAND: tl.constexpr = PRODUCT[0]
     HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
-    spread = tl.zeros((ROWS, BK), tl.float32)
+    mx, mx2 = tops
+    begin, end, length = span
+    spread = tl.zeros((ROWS, kc.shape[0]), tl.float32)
     spread2 = spread
-    acc = tl.zeros((BV, HALVES * BK), tl.float32)
+    acc = tl.zeros((vc.shape[0], HALVES * kc.shape[0]), tl.float32)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
-        valid = valid_tokens(mask, b, t, end, length, MASKED)
-        x, x2 = _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
-        y = tl.trans(load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT))
+        valid = valid_tokens(mask, k_rows[1], t, end, length)
+        x, x2 = _keys(k_rows, mask, t, kc, valid, end, KIND)
+        y = tl.trans(load(v_rows, t, vc, valid))
         p = powers(x, mx, OPERAND, None if rate is None else _fade(rate, t, end))
-        spread += _added(p, valid, MASKED, ROWS)
+        spread += _added(p, valid, mask, ROWS)
         if KIND != 0:
-            at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
-            cos, sin = cos_sin(freqs, at_axis, WIDE)
+            at_axis = coordinates(freqs, t, ANGLES)
+            cos, sin = cos_sin(freqs, at_axis, ANGLES)
             interleaved = interleave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
             if KIND == 2:
                 p = powers(x2, mx2, OPERAND)
-                spread2 += _added(p, valid, MASKED, ROWS)
+                spread2 += _added(p, valid, mask, ROWS)
                 second = interleave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
                 interleaved = interleave(interleaved, second, SLOTS)
-            acc = dot(y, interleaved, acc, OPERAND, PRECISION)
+            acc = dot(y, interleaved, acc, PRODUCT)
         else:
-            acc = dot(y, p, acc, OPERAND, PRECISION)
+            acc = dot(y, p, acc, PRODUCT)
     return tl.sum(spread, 0), tl.sum(spread2, 0), acc
 
 
 @triton.jit
-def _maxima(
-    k,
-    mask,
-    rate,
-    b,
-    h,
-    begin,
-    end,
-    length,
-    kc,
-    skb,
-    skt,
-    skh,
-    WIDTH: tl.constexpr,
-    BL: tl.constexpr,
-    KIND: tl.constexpr,
-    MASKED: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+def _maxima(k_rows, mask, rate, begin, end, length, kc, BL, KIND):
     """Return the largest logits of tokens [begin, end); with rotary also of the second channels.
     rate: log2 of the fall of a weight with every later token, or None; not with rotary."""
     mx = tl.full((kc.shape[0],), float("-inf"), tl.float32)
     mx2 = mx
     for first in tl.range(begin, end, BL, num_stages=1):
         t = first + tl.arange(0, BL)
-        valid = valid_tokens(mask, b, t, end, length, MASKED)
-        x, x2 = _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
+        valid = valid_tokens(mask, k_rows[1], t, end, length)
+        x, x2 = _keys(k_rows, mask, t, kc, valid, end, KIND)
         if rate is not None:
             x += _fade(rate, t, end) * 0.6931471805599453
         mx = tl.maximum(mx, tl.max(x, 0))
@@ -180,7 +112,7 @@ def _store_top(top, at, mx, mx2, inside, WIDTH: tl.constexpr, KIND: tl.constexpr
         tl.store(top + at + WIDTH, mx2, inside)
 
 
-@triton.jit(do_not_specialize=SIZES + KV)
+@triton.jit(do_not_specialize=SIZES)
 def _summarize(
     k,
     v,
@@ -201,7 +133,7 @@ def _summarize(
     svh,
     length,
     span,
-    parts,
+    n_splits,
     per_segment,
     heads,
     per_head,
@@ -220,144 +152,63 @@ def _summarize(
     BV: tl.constexpr,
     BL: tl.constexpr,
     BLOCKS: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
-    MASKED: tl.constexpr,
+    ANGLES: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
-    ROWS: tl.constexpr = 16,
+    ROWS: tl.constexpr,
 ):
-    """Compute the State of one part of the length, for one block of key channels (rotary: of
-    pairs). The last of the `per_segment` parts of `span` tokens may be empty. A tile's maxima cost
+    """Compute the State of one split of the length, for one block of key channels (rotary: of
+    pairs). The last of the `per_segment` splits of `span` tokens may be empty. A tile's maxima cost
     more than its products, so exponents first refer to the first tile's maximum. If a sum then
-    shows that the part's logits range too far for it, the part is computed again with the maximum
+    shows that the split's logits range too far for it, the split is computed again with the maximum
     of all its tokens. Either way no exponent overflows with `top` as its reference.
 
     forget: decay rate of each head for a token; weights are then those at the segment's end."""
-    bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
+    KIND: tl.constexpr = ANGLES[0]
+    OPERAND: tl.constexpr = PRODUCT[0]
+    bh, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     kc, vc = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
     inside = kc < WIDTH
+    k_rows, v_rows = (k, b, h, skb, skt, skh, WIDTH, UNIT), (v, b, h, svb, svt, svh, VDIM, UNIT)
     step = tl.cdiv(tl.cdiv(span, BL), per_segment) * BL
-    begin = part // per_segment * span + part % per_segment * step
-    end = min(min(begin + step, (part // per_segment + 1) * span), length)
-    row, slot, base = b, part, prefix
+    begin = split // per_segment * span + split % per_segment * step
+    end = min(min(begin + step, (split // per_segment + 1) * span), length)
+    row, slot, base = b, split, prefix
     if splits is not None:
-        row, slot, begin, end, base = split_at(splits, part)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, shapes, row, each, base, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+        row, slot, begin, end, base = read_split(splits, split)
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, shapes, row, base, kc, ANGLES)
     rate = None if forget is None else log2_rate(forget, bh, heads)
-    mx, mx2 = _maxima(
-        k, mask, None, b, h, begin, min(begin + BL, end), length, kc, skb, skt, skh, WIDTH, BL, KIND, MASKED, UNIT
-    )
+    mx, mx2 = _maxima(k_rows, mask, None, begin, min(begin + BL, end), length, kc, BL, KIND)
     mx, mx2 = tl.where(mx == float("-inf"), 0.0, mx), tl.where(mx2 == float("-inf"), 0.0, mx2)
-    at = (bh * parts + slot) * DIM + kc
+    at = (bh * n_splits + slot) * DIM + kc
     _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
     sm, sm2, acc = _collect(
-        k,
-        v,
-        mask,
-        freqs,
-        rate,
-        mx,
-        mx2,
-        b,
-        h,
-        begin,
-        end,
-        length,
-        kc,
-        vc,
-        skb,
-        skt,
-        skh,
-        svb,
-        svt,
-        svh,
-        WIDTH,
-        VDIM,
-        BK,
-        BV,
-        BL,
-        KIND,
-        AXES,
-        SLOTS,
-        TOTAL,
-        WIDE,
-        PREFIX,
-        MASKED,
-        UNIT,
-        OPERAND,
-        PRECISION,
-        STAGES,
-        ROWS,
+        k_rows, v_rows, mask, freqs, rate, (mx, mx2), (begin, end, length), kc, vc, BL, ANGLES, PRODUCT, STAGES, ROWS
     )
     good = (sm > 1e-25) & (sm < 1e25)
     if KIND == 2:
         good = good & (sm2 > 1e-25) & (sm2 < 1e25)
     if tl.min((good | (kc >= WIDTH)).to(tl.int32), 0) == 0:
-        mx, mx2 = _maxima(k, mask, rate, b, h, begin, end, length, kc, skb, skt, skh, WIDTH, BL, KIND, MASKED, UNIT)
+        mx, mx2 = _maxima(k_rows, mask, rate, begin, end, length, kc, BL, KIND)
         _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
         sm, sm2, acc = _collect(
-            k,
-            v,
-            mask,
-            freqs,
-            rate,
-            mx,
-            mx2,
-            b,
-            h,
-            begin,
-            end,
-            length,
-            kc,
-            vc,
-            skb,
-            skt,
-            skh,
-            svb,
-            svt,
-            svh,
-            WIDTH,
-            VDIM,
-            BK,
-            BV,
-            BL,
-            KIND,
-            AXES,
-            SLOTS,
-            TOTAL,
-            WIDE,
-            PREFIX,
-            MASKED,
-            UNIT,
-            OPERAND,
-            PRECISION,
-            1,
-            ROWS,
+            k_rows, v_rows, mask, freqs, rate, (mx, mx2), (begin, end, length), kc, vc, BL, ANGLES, PRODUCT, 1, ROWS
         )
     tl.debug_barrier()  # loaded again: a register less in the loop
     fix = slip(tl.load(top + at, mask=inside, other=0.0), OPERAND)
     if forget is not None:
         mx = tl.load(top + at, mask=inside, other=0.0)
-        mx, rest = later(mx, rate * ((part // per_segment + 1) * span - end).to(tl.float32))
+        mx, rest = later(mx, rate * ((split // per_segment + 1) * span - end).to(tl.float32))
         fix *= rest
         tl.debug_barrier()
         tl.store(top + at, mx, inside)
     tl.store(total + at, sm * fix, inside)
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
-    to = memory + ((bh * parts + slot) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
+    to = memory + ((bh * n_splits + slot) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
     in_tile = (vc < VDIM)[:, None] & inside[None, :]
     if KIND == 0:
         tl.store(to, acc * fix[None, :], in_tile)

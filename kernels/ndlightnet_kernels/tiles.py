@@ -13,12 +13,26 @@ from torch import Tensor
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.position import KINDS, FlatPosition
 
+# Numbers among the arguments of attention kernels: a new one compiles nothing
+SIZES = ["length", "span", "n_splits", "segments", "per_segment", "tiles", "window", "chunks", "heads", "per_head"]
+SIZES += [*phases.SIZES, *(f"s{tensor}{axis}" for tensor in "qkvo" for axis in "bth")]
+
+
+# The rows of a head of a tensor (batch, length, heads, columns) are a tuple: pointer, sample, head,
+# strides of samples, tokens and heads in units, columns, elements of a unit.
+@triton.jit
+def address(rows, t, col):
+    """Return pointers to rows t and columns col."""
+    ptr, b, h, sb, st, sh, _, unit = rows
+    base = ptr + (b.to(tl.int64) * sb + h.to(tl.int64) * sh) * unit
+    return base + (t.to(tl.int64) * (st * unit))[:, None] + col[None, :]
+
 
 @triton.jit
-def address(ptr, b, h, t, col, sb, st, sh, UNIT: tl.constexpr):
-    """Return pointers to rows t and columns col of one head; strides in units of UNIT elements."""
-    base = ptr + (b.to(tl.int64) * sb + h.to(tl.int64) * sh) * UNIT
-    return base + (t.to(tl.int64) * (st * UNIT))[:, None] + col[None, :]
+def second_channels(rows):
+    """Return the rows of the pairs' second channels from those of the first."""
+    ptr, b, h, sb, st, sh, width, unit = rows
+    return ptr + width, b, h, sb, st, sh, width, unit
 
 
 @triton.jit
@@ -29,47 +43,46 @@ def dense(b, h, t, col, length, heads, DIM: tl.constexpr):
 
 
 @triton.jit
-def split_at(splits, part):
-    """Read a part of a pack: its sample, its index among all parts in order of samples, its first
+def read_split(splits, split):
+    """Read a split of a pack: its sample, its index among all splits in order of samples, its first
     token and the one after the last, and the sample's first token."""
-    at = splits + part * 5
+    at = splits + split * 5
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 
 
 @triton.jit
-def part_at(splits, part, b, bh, h, heads, span, length, prefix):
-    """Return the sample of a part, its index among all parts, its first token and the one after the
+def split_bounds(splits, split, b, bh, h, heads, span, length, prefix):
+    """Return the sample of a split, its index among all splits, its first token and the one after the
     last, the number of tokens in front of the sample's grid, and the index of its State."""
     if splits is None:
-        return b, part, part * span, min(part * span + span, length), prefix, bh
+        return b, split, split * span, min(split * span + span, length), prefix, bh
     else:
-        row, slot, begin, end, base = split_at(splits, part)
+        row, slot, begin, end, base = read_split(splits, split)
         return row, slot, begin, end, base, row * heads + h
 
 
 @triton.jit
-def valid_tokens(mask, b, t, end, length, MASKED: tl.constexpr):
+def valid_tokens(mask, b, t, end, length):
     """Return which tokens are before `end` and not padding."""
     valid = t < end
-    if MASKED:
+    if mask is not None:
         valid = valid & (tl.load(mask + b * length + t, mask=valid, other=0) != 0)
     return valid
 
 
 @triton.jit
-def load(ptr, b, h, t, c, valid, sb, st, sh, DIM: tl.constexpr, UNIT: tl.constexpr):
-    """Load a tile, with 0 for tokens that are not `valid` and columns from DIM on."""
-    in_tile = valid[:, None] & (c < DIM)[None, :]
-    return tl.load(address(ptr, b, h, t, c, sb, st, sh, UNIT), mask=in_tile, other=0.0)
+def load(rows, t, c, valid):
+    """Load a tile, with 0 for tokens that are not `valid` and columns that do not exist."""
+    return tl.load(address(rows, t, c), mask=valid[:, None] & (c < rows[6])[None, :], other=0.0)
 
 
 @triton.jit
-def load_keys(k, b, h, t, kc, end, skb, skt, skh, DIM: tl.constexpr, UNIT: tl.constexpr):
+def load_keys(rows, t, kc, end):
     """Load logits as float32, from `end` on those of token `end` - 1: finite where the sample's
     are. In a pack the next sample begins at `end`, and its logits may overflow this one's
     exponents. (A fill value other than 0 would cost three instructions an element.)"""
-    at = address(k, b, h, tl.minimum(t, end - 1), kc, skb, skt, skh, UNIT)
-    return tl.load(at, mask=(kc < DIM)[None, :], other=0.0).to(tl.float32)
+    at = address(rows, tl.minimum(t, end - 1), kc)
+    return tl.load(at, mask=(kc < rows[6])[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -94,8 +107,11 @@ def _nearest(x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Return acc + a @ b with float32 sums; both sides are rounded to the operand type first."""
+def dot(a, b, acc, PRODUCT: tl.constexpr):
+    """Return acc + a @ b with float32 sums; both sides are rounded to the operand type first.
+    PRODUCT: see `operand`."""
+    OPERAND: tl.constexpr = PRODUCT[0]
+    PRECISION: tl.constexpr = PRODUCT[1]
     a, b = _nearest(a.to(OPERAND), PRECISION), _nearest(b.to(OPERAND), PRECISION)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
@@ -213,22 +229,21 @@ def rows_added(x):
     return tl.sum(tl.reshape(x, (x.shape[0] // 16, 2, 8, x.shape[1])), 1)
 
 
-def strides(*xs: Tensor) -> tuple[list[int], int]:
+def strides(**tensors: Tensor) -> dict[str, int]:
     """Return the (batch, token, head) strides of tensors with a dense last axis, in units, and the
     unit: 8 elements, a whole vector, where all strides are multiples of it, else 1."""
-    all_of = [s for x in xs for s in x.stride()[:3]]
-    unit = 1 if any(s % 8 for s in all_of) else 8
-    return [s // unit for s in all_of], unit
+    numbers = [s for x in tensors.values() for s in x.stride()[:3]]
+    unit = 1 if any(s % 8 for s in numbers) else 8
+    names = (f"s{name}{axis}" for name in tensors for axis in "bth")
+    return {"UNIT": unit, **dict(zip(names, (s // unit for s in numbers), strict=True))}
 
 
-def operand(x: Tensor) -> dict[str, Any]:
+def operand(x: Tensor) -> tuple[tl.dtype, str]:
     """Return type and precision of matrix products. float16 has too small a range for sums, so it
     is multiplied as tf32, which also has 10 bits."""
     if x.dtype == torch.bfloat16:
-        if x.is_cuda:
-            return {"OPERAND": tl.bfloat16, "PRECISION": "tf32"}
-        return {"OPERAND": tl.float32, "PRECISION": "ieee"}
-    return {"OPERAND": tl.float32, "PRECISION": "tf32" if x.dtype == torch.float16 else "tf32x3"}
+        return (tl.bfloat16, "tf32") if x.is_cuda else (tl.float32, "ieee")
+    return tl.float32, "tf32" if x.dtype == torch.float16 else "tf32x3"
 
 
 def flags(mask: Tensor | None) -> Tensor | None:
@@ -242,8 +257,8 @@ def scratch(like: Tensor, *shape: int) -> Tensor:
 
 
 def theta_grad(x: Tensor, partial: Tensor | None) -> Tensor:
-    """Return the gradient of each head's angles, (heads, slots), from that of all parts, (batch,
-    heads, parts, slots); None: without slots. x: (batch, length, heads, dim)."""
+    """Return the gradient of each head's angles, (heads, slots), from that of all splits, (batch,
+    heads, splits, slots); None: without slots. x: (batch, length, heads, dim)."""
     return scratch(x, x.shape[2], 0) if partial is None else partial.sum((0, 2))
 
 
@@ -284,34 +299,39 @@ def pad(n: int) -> int:
 
 
 def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
-    """Cut `length` tokens so that rows * parts is about `programs`: return (parts, span)."""
-    parts = max(1, min(programs // max(1, hint(rows)), cdiv(hint(length), 4 * block)))
-    if parts == 1:  # a number, also where the length is a symbol: there is nothing to merge
+    """Cut `length` tokens so that rows * count is about `programs`: return (count, span)."""
+    count = max(1, min(programs // max(1, hint(rows)), cdiv(hint(length), 4 * block)))
+    if count == 1:  # a number, also where the length is a symbol: there is nothing to merge
         return 1, cdiv(length, block) * block
-    span = cdiv(cdiv(length, parts), block) * block
+    span = cdiv(cdiv(length, count), block) * block
     return cdiv(length, span), span
 
 
-def arguments(position: FlatPosition, x: Tensor) -> dict[str, Any]:
-    """Return the arguments of kernels that a Position gives, except tensors, for tokens x (batch,
-    length, heads, dim)."""
+def arguments(position: FlatPosition, vdim: int, **tensors: Tensor) -> dict[str, Any]:
+    """Return the arguments that kernels over tensors (batch, length, heads, channels) share, those
+    named q, k, v, o in the names of strides: strides, sizes, angles, type of products."""
+    x = next(iter(tensors.values()))
+    _, length, heads, dim = x.shape
+    sizes = {"length": length, "heads": heads, "DIM": dim, "VDIM": vdim}
+    return {**strides(**tensors), **sizes, **angle_arguments(position, x), "PRODUCT": operand(x)}
+
+
+def angle_arguments(position: FlatPosition, x: Tensor, wide: bool = False) -> dict[str, Any]:
+    """Return the arguments of kernels over tokens x that a Position gives, except tensors. wide:
+    with phases of 64 bits in any case."""
     theta, axes = position.theta, len(position.shape)
     slots = 1 if theta is None else int(theta.shape[1])
     sizes = [*position.shape[1:]] + [None] * (phases.MOST_AXES - max(axes, 1))
     each = int(position.offset is not None and position.offset.shape[0] > 1)
     if position.shapes is not None:
         axes = position.shapes.shape[1]
+    # with an offset, tokens in front of the grid are far from its first cell
+    wide = wide or x.dtype == torch.float32 or (position.offset is not None and position.prefix > 0)
+    in_front = position.prefix > 0 or position.splits is not None
     return {
         "per_head": int(theta is not None and theta.shape[0] > 1),
         **dict(zip(phases.SIZES, [*sizes, position.prefix, each], strict=True)),
-        "KIND": KINDS[position.kind],
-        "AXES": axes,
-        "PREFIX": position.prefix > 0 or position.splits is not None,
-        "SLOTS": slots,
-        "OFFSET": position.sizes[2],
-        "TOTAL": position.sizes[3] or slots,
-        # with an offset, tokens in front of the grid are far from its first cell
-        "WIDE": x.dtype == torch.float32 or (position.offset is not None and position.prefix > 0),
+        "ANGLES": (KINDS[position.kind], axes, slots, position.sizes[2], position.sizes[3] or slots, wide, in_front),
     }
 
 

@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.causal_chunks import QKV, TINY, decayed, reciprocal, rotation, silu_over
+from ndlightnet_kernels.causal_chunks import TINY, decayed, reciprocal, rotation, silu_over
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, Chunks, windowed
 from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import log2_rate
-from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
+    SIZES,
     arguments,
     cdiv,
     dense,
@@ -36,12 +36,10 @@ from ndlightnet_kernels.tiles import (
     hide,
     load,
     load_keys,
-    operand,
     pad,
     powers,
     scratch,
     silu,
-    strides,
     valid_tokens,
     weight,
 )
@@ -62,27 +60,12 @@ def attending(u, t, window):
 
 
 @triton.jit
-def window_keys(
-    k,
-    mask,
-    b,
-    h,
-    u,
-    first,
-    length,
-    window,
-    kc,
-    skb,
-    skt,
-    skh,
-    DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+def window_keys(k_rows, mask, u, view, kc):
     """Return the logits of tokens u, -inf where the chunk from `first` on does not attend to them,
     and to which of them it does."""
-    valid = valid_tokens(mask, b, u, length, length, MASKED) & (u > first - window)
-    return hide(load_keys(k, b, h, u, kc, length, skb, skt, skh, DIM, UNIT), valid), valid
+    first, _, length, window = view
+    valid = valid_tokens(mask, k_rows[1], u, length, length) & (u > first - window)
+    return hide(load_keys(k_rows, u, kc, length), valid), valid
 
 
 @triton.jit
@@ -100,57 +83,36 @@ def capped(x, anchor, decay_exp):
 
 
 @triton.jit
-def products(f, cos_t, sin_t, p, cos, sin, KIND: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def products(f, cos_t, sin_t, p, cos, sin, KIND: tl.constexpr, PRODUCT: tl.constexpr):
     """Return the products of features of f (tokens t) and of p, each turned by its own angles."""
     out = tl.zeros((f.shape[0], p.shape[0]), tl.float32)
     if KIND == 0:
-        out = dot(f, tl.trans(p), out, OPERAND, PRECISION)
+        out = dot(f, tl.trans(p), out, PRODUCT)
     else:
-        out = dot(f * cos_t, tl.trans(p * cos), out, OPERAND, PRECISION)
-        out = dot(f * sin_t, tl.trans(p * sin), out, OPERAND, PRECISION)
+        out = dot(f * cos_t, tl.trans(p * cos), out, PRODUCT)
+        out = dot(f * sin_t, tl.trans(p * sin), out, PRODUCT)
     return out
 
 
 @triton.jit
-def next_window_anchor(
-    k,
-    mask,
-    b,
-    h,
-    todo,
-    t,
-    begin,
-    first,
-    length,
-    window,
-    kc,
-    rate,
-    skb,
-    skt,
-    skh,
-    DIM: tl.constexpr,
-    BL: tl.constexpr,
-    PLAIN: tl.constexpr,
-    MASKED: tl.constexpr,
-    UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def next_window_anchor(k_rows, mask, todo, t, view, kc, rate, PLAIN, PRODUCT):
     """Return the largest logit that the queries in `todo` attend to, or if None, all of a chunk."""
+    BL: tl.constexpr = t.shape[0]
+    first, begin, _, window = view
     best = tl.full((BL, kc.shape[0]), float("-inf"), tl.float32)
     for at in range(begin, first + BL, BL):
         u = at + tl.arange(0, BL)
-        x = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)[0]
+        x = window_keys(k_rows, mask, u, view, kc)[0]
         decay_exp = None if rate is None else since(rate, u, first, PLAIN)
         x = decayed(x, decay_exp)
         if todo is not None:
-            count = dot(attending(u, t, window), todo, tl.zeros(todo.shape, tl.float32), OPERAND, PRECISION)
+            count = dot(attending(u, t, window), todo, tl.zeros(todo.shape, tl.float32), PRODUCT)
             x = tl.where(count > 0.5, x, float("-inf"))
         best = tl.maximum(best, x)
     return tl.max(best, 0)
 
 
-@triton.jit(do_not_specialize=[*SIZES, *QKV, "window", "chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def _window(
     q,
     k,
@@ -192,61 +154,33 @@ def _window(
     BL: tl.constexpr,
     PLAIN: tl.constexpr,
     CAREFUL: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
-    MASKED: tl.constexpr,
+    ANGLES: tl.constexpr,
     UNIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Compute the output of a chunk of queries; also its anchor and whether that failed."""
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    KIND: tl.constexpr = ANGLES[0]
+    OPERAND: tl.constexpr = PRODUCT[0]
+    bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    chunk = bh * chunks + part * BL // PLAIN
+    chunk = bh * chunks + block * BL // PLAIN
     if CAREFUL:
         if tl.load(flag + chunk) == 0:
             return
-    first = part * BL
+    first = block * BL
     kc, vc, t = tl.arange(0, BK), tl.arange(0, BV), first + tl.arange(0, BL)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+    angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    freqs = slot_frequencies(angles, None, b, prefix, kc, ANGLES)
+    q_rows, k_rows = (q, b, h, sqb, sqt, sqh, DIM, UNIT), (k, b, h, skb, skt, skh, DIM, UNIT)
+    v_rows = (v, b, h, svb, svt, svh, VDIM, UNIT)
     rate = None if forget is None else log2_rate(forget, bh, heads)
     inside, begin = kc < DIM, tl.maximum(first - window + 1, 0) // BL * BL
-    x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
-    _, cos_t, sin_t = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+    view = (first, begin, length, window)
+    x_q = load(q_rows, t, kc, t < length).to(tl.float32)
+    _, cos_t, sin_t = rotation(freqs, t, kc, ANGLES)
     todo = (t < length)[:, None] & inside[None, :]
     o = tl.zeros((BL, BV), tl.float32)
-    anchor = next_window_anchor(
-        k,
-        mask,
-        b,
-        h,
-        None,
-        t,
-        begin,
-        first,
-        length,
-        window,
-        kc,
-        rate,
-        skb,
-        skt,
-        skh,
-        DIM,
-        BL,
-        PLAIN,
-        MASKED,
-        UNIT,
-        OPERAND,
-        PRECISION,
-    )
+    anchor = next_window_anchor(k_rows, mask, None, t, view, kc, rate, PLAIN, PRODUCT)
     if CAREFUL:
         phi, _ = silu(x_q)
         rounds = 0  # each serves at least one query
@@ -255,111 +189,64 @@ def _window(
             s = tl.zeros((BL, BK), tl.float32)
             for at in range(begin, first + BL, BL):
                 u = at + tl.arange(0, BL)
-                x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
+                x, valid = window_keys(k_rows, mask, u, view, kc)
                 decay_exp = None if rate is None else since(rate, u, first, PLAIN)
                 p = capped(x, anchor, decay_exp)
-                s = dot(attended(t, u, window), p, s, OPERAND, PRECISION)
+                s = dot(attended(t, u, window), p, s, PRODUCT)
             f = phi * tl.where(todo & (s >= TINY), reciprocal(s), 0.0)
             for at in range(begin, first + BL, BL):
                 u = at + tl.arange(0, BL)
-                x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
+                x, valid = window_keys(k_rows, mask, u, view, kc)
                 decay_exp = None if rate is None else since(rate, u, first, PLAIN)
                 p = capped(x, anchor, decay_exp)
-                y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
-                _u, cos, sin = rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
-                score = products(f, cos_t, sin_t, p, cos, sin, KIND, OPERAND, PRECISION)
+                y = load(v_rows, u, vc, valid)
+                _u, cos, sin = rotation(freqs, u, kc, ANGLES)
+                score = products(f, cos_t, sin_t, p, cos, sin, KIND, PRODUCT)
                 score = tl.where(attended(t, u, window), score, 0.0)
-                o = dot(score, y, o, OPERAND, PRECISION)
+                o = dot(score, y, o, PRODUCT)
             todo = todo & (s < TINY)
-            anchor = next_window_anchor(
-                k,
-                mask,
-                b,
-                h,
-                todo,
-                t,
-                begin,
-                first,
-                length,
-                window,
-                kc,
-                rate,
-                skb,
-                skt,
-                skh,
-                DIM,
-                BL,
-                PLAIN,
-                MASKED,
-                UNIT,
-                OPERAND,
-                PRECISION,
-            )
+            anchor = next_window_anchor(k_rows, mask, todo, t, view, kc, rate, PLAIN, PRODUCT)
     else:
         tl.store(top + chunk * DIM + kc, anchor, inside)
         s = tl.zeros((BL, BK), tl.float32)
         for at in range(begin, first + BL, BL):
             u = at + tl.arange(0, BL)
-            x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
+            x, valid = window_keys(k_rows, mask, u, view, kc)
             decay_exp = None if rate is None else since(rate, u, first, PLAIN)
             p = powers(x, anchor, OPERAND, decay_exp)
-            s = dot(attended(t, u, window), p, s, OPERAND, PRECISION)
+            s = dot(attended(t, u, window), p, s, PRODUCT)
         tl.store(flag + chunk, tl.max(tl.max((todo & (s < TINY)).to(tl.int32), 0), 0))
         f = silu_over(x_q, s)
         for at in range(begin, first + BL, BL):
             u = at + tl.arange(0, BL)
-            x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
+            x, valid = window_keys(k_rows, mask, u, view, kc)
             decay_exp = None if rate is None else since(rate, u, first, PLAIN)
             p = powers(x, anchor, OPERAND, decay_exp)
-            y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
-            _u, cos, sin = rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
-            score = products(f, cos_t, sin_t, p, cos, sin, KIND, OPERAND, PRECISION)
+            y = load(v_rows, u, vc, valid)
+            _u, cos, sin = rotation(freqs, u, kc, ANGLES)
+            score = products(f, cos_t, sin_t, p, cos, sin, KIND, PRODUCT)
             score = tl.where(attended(t, u, window), score, 0.0)
-            o = dot(score, y, o, OPERAND, PRECISION)
+            o = dot(score, y, o, PRODUCT)
     to = out + dense(b, h, t, vc, length, heads, VDIM)
     tl.store(to, o.to(out.dtype.element_ty), (t < length)[:, None] & (vc < VDIM)[None, :])
 
 
 # ------------------------------------------------------------------------------------ launches
 def plan(
-    kernel: Any,
-    chosen: Chunks,
-    names: list[str],
-    inputs: tuple[Tensor, ...],
-    masked: bool,
-    position: FlatPosition,
-    window: int,
-    **more: Any,
+    kernel: Any, chosen: Chunks, position: FlatPosition, window: int, k: Tensor, v: Tensor, **others: Tensor
 ) -> tuple[Launch, Launch]:
-    """Return the launches of the plain and of the careful form over chunks. names: of strides."""
-    strided, unit = strides(*inputs)
-    _, k, v = inputs[:3]
+    """Return the launches of the plain and of the careful form over chunks. others: q, o = dout."""
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     chunks = cdiv(length, chosen.chunk)
-    common: dict[str, Any] = dict(
-        zip(names, strided, strict=True),
-        length=length,
-        window=window,
-        chunks=chunks,
-        heads=heads,
-        DIM=dim,
-        VDIM=vdim,
-        BK=pad(dim),
-        BV=pad(vdim),
-        PLAIN=chosen.chunk,
-        MASKED=masked,
-        UNIT=unit,
-        **arguments(position, k),
-        **operand(k),
-        **more,
-    )
+    sizes = {"window": window, "chunks": chunks, "BK": pad(dim), "BV": pad(vdim), "PLAIN": chosen.chunk}
+    sizes |= arguments(position, vdim, k=k, v=v, **others)
     plain, careful = (
         Launch(
             kernel,
             (batch * heads, chunks * (chosen.chunk // c.chunk)),
             BL=c.chunk,
             CAREFUL=c is CAREFUL,
-            **common,
+            **sizes,
             **c.options(),
         )
         for c in (chosen, CAREFUL)
@@ -372,11 +259,10 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output (batch, length, heads, value_dim), and for the backward anchors (batch * heads,
     chunks, dim) and flags of chunks. forget: decay rate of each head for a token, float32."""
-    q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), mask is not None
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     chosen = windowed(k, v.shape[-1], position.kind).forward
     forms = remembered(
-        ("window", form(q, k, v), masked, window, position.key),
-        lambda: plan(_window, chosen, QKV, (q, k, v), masked, position, window),
+        ("window", form(q, k, v), window, position.key), lambda: plan(_window, chosen, position, window, k, v, q=q)
     )
     rows, chunks = k.shape[0] * k.shape[2], cdiv(k.shape[1], chosen.chunk)
     out, top = q.new_empty(*v.shape), scratch(k, rows, chunks, k.shape[3])

@@ -16,11 +16,8 @@ from ndlightnet.ops import (
     supported,
 )
 
-from .cases import DEVICE, Case, Problem
+from .kernel_cases import DEVICE, Case, Problem
 from .yardstick import Poison
-
-# where numpy warns, the interpreter does what a GPU does
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 FORMS = {"global": global_attention, "causal": lambda *args, **options: causal_attention(*args, **options)[0]}
 forms = pytest.mark.parametrize("form", FORMS)
@@ -103,9 +100,8 @@ def test_layouts_of_a_state_change_nothing():
     problem = Problem.random(Case((17,), 5, 3, past=True))
     q, k, v = (problem.leaves[name] for name in "qkv")
     state = problem.state()
-    turned = State(
-        *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in state[:2]), state.memory.mT.contiguous().mT
-    )
+    first = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in state[:2])
+    turned = State(*first, state.memory.mT.contiguous().mT)
     assert not any(x.is_contiguous() for x in turned)
     for how in (
         lambda s: (read(q, s, impl="triton"),),
@@ -152,15 +148,8 @@ def unsupported():
 def call(name, k, v, lrpe=None, impl="triton"):
     """A function of ndlightnet.ops with k as its queries."""
     options = {"position": lrpe, "impl": impl}
-    empty = State.empty(
-        2,
-        2,
-        k.shape[-1],
-        v.shape[-1],
-        lrpe is not None,
-        device=DEVICE,
-        dtype=torch.float64 if k.dtype == torch.float64 else torch.float32,
-    )
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    empty = State.empty(2, 2, k.shape[-1], v.shape[-1], lrpe is not None, device=DEVICE, dtype=dtype)
     if name == "summarize":
         return summarize(k, v, **options)
     if name == "read":

@@ -1,28 +1,19 @@
 """Norm and gate in one kernel, against float64, beside torch in the inputs' own precision."""
 
-import os
-
 import pytest
 import torch
 from torch.nn.functional import layer_norm, silu
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("without a GPU: TRITON_INTERPRET=1", allow_module_level=True)
-gate = pytest.importorskip("ndlightnet_kernels.gate")
+from ndlightnet_kernels import gate
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+from .kernel_cases import DEVICE, DTYPES
+from .yardstick import compare_with_torch, largest
+
 SHAPES = [(1, 5), (3, 24), (2, 7, 100), (41, 64), (1, 384)]
 EPS = 1e-6
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Memory that a kernel should write starts as NaN."""
-    for place, name in ((torch, "empty_like"), (torch.Tensor, "new_empty")):
-        make = getattr(place, name)
-        nan = lambda *a, _make=make, **k: _make(*a, **k).fill_(torch.nan)  # noqa: E731
-        monkeypatch.setattr(place, name, nan)
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def gated_norm(y, u, weight, bias, local=None):
@@ -47,21 +38,12 @@ def with_gradients(function, pull, *inputs):
 
 
 def compare(ours, function, pull, *inputs):
-    """Error against float64: at most twice torch's, and one step of the largest value (Triton's
-    interpreter cuts bfloat16 where the GPU rounds)."""
     actual = ours(pull, *inputs)
     assert len({x.untyped_storage()._cdata for x in actual}) == len(actual)  # as operators must
     low = with_gradients(function, pull, *inputs)
     exact = with_gradients(function, pull.double(), *(x.double() for x in inputs))
-    local = len(inputs) > 4 and inputs[4].numel() > 0
-    for name, a, b, c in zip(("out", "dy", "du", "dweight", "dbias", "dlocal"), actual, low, exact, strict=False):
-        assert a.shape == b.shape and a.dtype == b.dtype, name
-        assert a.isfinite().all(), name
-        # the exponent of SiLU is rounded at its size
-        steps = 1 + (inputs[4].abs().max().item() if a.dtype == torch.float32 and local else 0)
-        rounding = steps * torch.finfo(a.dtype).eps * c.abs().max().item()
-        error, allowed = ((x.double() - c).abs().max().item() for x in (a, b))
-        assert error <= 2 * allowed + rounding, f"{name}: {error:.2e}, torch {allowed:.2e}"
+    names = ("out", "dy", "du", "dweight", "dbias", "dlocal")
+    compare_with_torch(names, actual, low, exact, largest(inputs[4]) if len(inputs) > 4 else 0)
 
 
 def random(shape, dtype, *scales):
@@ -86,7 +68,6 @@ def test_norm_weights_in_the_inputs_precision():
     compare(ours_norm, gated_norm, pull, y, u, *affine(24, torch.bfloat16))
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # numpy says it in the interpreter; exp(6e4) = inf
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_wide_open_and_shut(dtype):
     """No overflow in the exponentials, and NaN nowhere."""

@@ -8,11 +8,8 @@ from ndlightnet.ops.position import slots_of
 from ndlightnet.parallel import Slab
 from ndlightnet.parallel.turns import Turns
 
-from .cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, on_gpu
+from .kernel_cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, on_gpu
 from .yardstick import check
-
-# where numpy warns, the interpreter does what a GPU does
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
 @pytest.mark.slow

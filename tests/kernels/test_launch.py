@@ -8,7 +8,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from ndlightnet.ops import global_attention
 from ndlightnet_kernels import launch, tiles
 
-from .cases import DEVICE
+from .kernel_cases import DEVICE
 
 
 class Kernel:

@@ -8,7 +8,7 @@ from ndlightnet.layout import Grid
 from ndlightnet.nn import LightNetAttention
 from ndlightnet.ops import lightnet_attention
 
-from .cases import DEVICE
+from .kernel_cases import DEVICE
 
 
 @pytest.mark.slow

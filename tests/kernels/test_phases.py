@@ -18,9 +18,9 @@ from ndlightnet.ops import (
 )
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.position import FlatPosition
-from ndlightnet_kernels.tiles import arguments
+from ndlightnet_kernels.tiles import angle_arguments
 
-from .cases import BRAIN, DEVICE, Case
+from .kernel_cases import BRAIN, DEVICE, Case
 from .yardstick import check
 
 
@@ -45,26 +45,19 @@ def _angles(
     BL: tl.constexpr,
     BK: tl.constexpr,
     ONCE: tl.constexpr,
-    KIND: tl.constexpr,
-    SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
+    ANGLES: tl.constexpr,
 ):
     h, b, c = tl.program_id(1), tl.program_id(2), tl.arange(0, BK)
     t = tl.program_id(0) * BL + tl.arange(0, BL)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = phases.slot_frequencies(
-        theta, start, None, b, each, prefix, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
-    place = phases.coordinates(turns, t, AXES, TOTAL, PREFIX)
+    angles = (theta, start, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
+    turns = phases.slot_frequencies(angles, None, b, prefix, c, ANGLES)
+    place = phases.coordinates(turns, t, ANGLES)
     count = phases.from_origin(turns, place)
     if ONCE:
-        cos, sin = phases.cos_sin_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
+        cos, sin = phases.cos_sin_once(turns, t, ANGLES)
     else:
-        cos, sin = phases.cos_sin(turns, place, WIDE)
+        cos, sin = phases.cos_sin(turns, place, ANGLES)
+    SLOTS: tl.constexpr = ANGLES[2]
     at = ((b * tl.num_programs(1) + h) * length + t)[:, None] * SLOTS + c[None, :]
     here = (t < length)[:, None] & (c < SLOTS)[None, :]
     tl.store(cos_out + at, cos, here)
@@ -106,7 +99,7 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
     cos, sin = torch.full((2, batch, heads, length, slots), torch.nan, device=DEVICE)
     at = torch.full((batch, heads, length, slots), torch.nan, device=DEVICE)
     _angles[(triton.cdiv(length, 16), heads, batch)](
-        cos, sin, at, *place.angles, length=length, BL=16, BK=32, ONCE=once, **arguments(place, like)
+        cos, sin, at, *place.angles, length=length, BL=16, BK=32, ONCE=once, **angle_arguments(place, like)
     )
 
     grid = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).to(DEVICE)
@@ -143,7 +136,6 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def test_every_sample_may_start_at_a_place_of_its_own(form, case):
     check(case, form, grads=form != "steps")
 

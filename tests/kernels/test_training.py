@@ -9,7 +9,7 @@ import torch
 from ndlightnet import NDLightNet
 from ndlightnet.nn.mixers import LightNetAttention
 
-from .cases import DEVICE
+from .kernel_cases import DEVICE
 
 # The interpreter takes about a second per step of the small one
 STEPS, DIM, DEPTH, BATCH = (200, 32, 2, 6) if DEVICE.type == "cuda" else (4, 6, 1, 2)
@@ -50,17 +50,9 @@ def test_the_loss_curve_is_the_same(causal):
     in torch, from moved parameters. (The gradient of one projection wrong by 0.1 % is out of these
     bounds within 20 steps.)"""
     dims, space = (1, (34,)) if causal else (2, (10, 8))
-    model = NDLightNet(
-        dims,
-        1,
-        3,
-        patch_size=2,
-        embed_dim=DIM,
-        depth=DEPTH,
-        tpe_states=4,
-        causal=causal,
-        mixer=partial(LightNetAttention, heads=max(1, DIM // 16)),
-    ).to(DEVICE)
+    sizes = {"patch_size": 2, "embed_dim": DIM, "depth": DEPTH, "tpe_states": 4}
+    mixer = partial(LightNetAttention, heads=max(1, DIM // 16))
+    model = NDLightNet(dims, 1, 3, **sizes, causal=causal, mixer=mixer).to(DEVICE)
     plain, actual = (train(model, impl, space) for impl in ("torch", "triton"))
     others = torch.stack([train(moved(model), "torch", space) for _ in range(2)])
     parted = (others - plain).abs().amax(0).cummax(0).values

@@ -4,7 +4,7 @@ A result is right if its error against float64 is at most twice that of `Plain`,
 the worst place, plus a band: see `judge`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -22,8 +22,8 @@ from ndlightnet.ops import (
     summarize,
 )
 
-from .cases import Case, Problem, corner
-from .plain import Plain, ages, kept
+from .kernel_cases import Case, Problem, corner
+from .low_precision import Plain, ages, kept
 
 Results = dict[str, Tensor]
 
@@ -61,18 +61,8 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
         out, state = causal_attention(q, k, v, mask=mask, position=place, state=state, forget=problem.fade(), impl=impl)
         return {"out": out, **state._asdict()}
     if form == "frames":
-        out, state = axis_causal_attention(
-            q,
-            k,
-            v,
-            c.shape[0],
-            mask=mask,
-            position=place,
-            state=state,
-            window=c.window,
-            forget=problem.fade(),
-            impl=impl,
-        )
+        past = {"state": state, "window": c.window, "forget": problem.fade()}
+        out, state = axis_causal_attention(q, k, v, c.shape[0], mask=mask, position=place, impl=impl, **past)
         return {"out": out} if c.window == 1 else {"out": out, **state._asdict()}
 
     # parts of one axis: views, at other addresses and strides
@@ -184,7 +174,7 @@ def rms(x: Tensor) -> float:
 
 
 def largest(x: Tensor) -> float:
-    return x.abs().max().item()
+    return x.double().abs().max().item()
 
 
 def judge(
@@ -207,6 +197,20 @@ def judge(
     for norm in (rms, largest):
         error, allowed = norm(actual - exact), 2 * norm(low - exact) + band * norm(terms)
         assert error <= allowed, f"{name}: {norm.__name__} {error:.2e} > {allowed:.2e}"
+
+
+def compare_with_torch(
+    names: Iterable[str], actual: Sequence[Tensor], low: Sequence[Tensor], exact: Sequence[Tensor], exponent: float = 0
+) -> None:
+    """Error against float64: at most twice torch's in the inputs' precision, and one step of the largest value
+    (Triton's interpreter cuts bfloat16 where the GPU rounds). exponent: the largest number whose exponential is
+    taken, which float32 rounds at its size."""
+    for name, a, b, c in zip(names, actual, low, exact, strict=False):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.isfinite().all(), name
+        steps = 1 + exponent * (a.dtype == torch.float32)
+        rounding = steps * torch.finfo(a.dtype).eps * largest(c)
+        error, allowed = largest(a - c), largest(b - c)
+        assert error <= 2 * allowed + rounding, f"{name}: {error:.2e}, torch {allowed:.2e}"
 
 
 def single(outputs: Results) -> Results:

@@ -37,22 +37,19 @@ def of_samples(layout: Any, device: torch.device) -> tuple[Tensor, list[int]] | 
 def _tables(table: Tensor | None, groups: Sequence[int]) -> list[tuple[int, int, Tensor]] | None:
     if table is None:
         return None
-    parts = table.split(list(groups[2::3]))
-    return list(zip(groups[0::3], groups[1::3], parts, strict=True))
+    return list(zip(groups[0::3], groups[1::3], table.split(list(groups[2::3])), strict=True))
 
 
 def _forward(*inputs: Any) -> Tensor:
     from ndlightnet_kernels import axis_scan
 
-    arguments = (*inputs[:-2], _tables(*inputs[-2:]))
-    return axis_scan.forward(*arguments)
+    return axis_scan.forward(*inputs[:-2], _tables(*inputs[-2:]))
 
 
 def _backward(*inputs: Any) -> Any:
     from ndlightnet_kernels import axis_scan
 
-    arguments = (*inputs[:-2], _tables(*inputs[-2:]))
-    return axis_scan.backward(*arguments)
+    return axis_scan.backward(*inputs[:-2], _tables(*inputs[-2:]))
 
 
 def _limits(x: Tensor, *_: Any, **__: Any) -> str:

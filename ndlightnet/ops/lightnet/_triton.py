@@ -15,7 +15,7 @@ from ndlightnet.layout import Ragged
 from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.limits import axes_reason
 from ndlightnet.ops.position import Position, columns, offset_of, shape_of, slab_offset
-from ndlightnet_kernels.position import NO_POSITION, SCHEMA, FlatPosition, grid_position
+from ndlightnet_kernels.position import FIELDS, NO_POSITION, SCHEMA, FlatPosition, grid_position
 
 KERNELS = ("torch", "triton", "reference")
 MOST_CHANNELS = 256  # of a head, which a program holds on chip
@@ -26,9 +26,8 @@ def of_grid(position: Position | None) -> FlatPosition:
     """Return the FlatPosition of the tokens of rows that share one grid."""
     if position is None:
         return NO_POSITION
-    offset, shape, start = None, shape_of(position), offset_of(position)
+    offset, shape, start, near = None, shape_of(position), offset_of(position), slab_offset(position)
     device = position.theta.device
-    near = slab_offset(position)
     if near is not None:
         # as for the whole in one piece: kernels then have nothing to do for each slot
         offset = torch.zeros(1, len(shape), dtype=torch.int32, device=device)
@@ -36,10 +35,10 @@ def of_grid(position: Position | None) -> FlatPosition:
             if first:
                 offset[:, axis].fill_(first)
     elif start is not None:
-        parts = columns(start, device)
-        same = position.origin is start
-        parts += parts if same else columns(position.origin or (0,) * len(shape), device)
-        offset = torch.stack(torch.broadcast_tensors(*parts), 1)
+        origin = position.origin or (0,) * len(shape)
+        first = columns(start, device)
+        first += first if origin is start else columns(origin, device)
+        offset = torch.stack(torch.broadcast_tensors(*first), 1)
     return grid_position(position.theta, offset, position.kind, position.prefix, shape)
 
 
@@ -54,9 +53,9 @@ def of_frames(position: Position | None, batch: int, frames: int) -> FlatPositio
         first = (offset_of(position) or (0,))[0]
         offset = torch.nn.functional.pad(frame + first, (0, axes - 1)).int()
     else:
-        whole = of_grid(position).offset
-        assert whole is not None
-        offset = whole[:, None] + torch.nn.functional.pad(frame, (0, 2 * axes - 1))
+        first_frame = of_grid(position).offset
+        assert first_frame is not None
+        offset = first_frame[:, None] + torch.nn.functional.pad(frame, (0, 2 * axes - 1))
     offset = offset.expand(batch, frames, -1).reshape(batch * frames, -1).contiguous()
     return grid_position(position.theta, offset, position.kind, 0, (1, *shape_of(position)[1:]))
 
@@ -75,12 +74,10 @@ def of_samples(
         tables = (torch.tensor(x, dtype=torch.int32) for x in (splits, first, layout.shapes))
         return (*(x.to(k.device, non_blocking=True) for x in tables), span)
 
-    key = ("parts", k.device, k.dtype, k.shape[1:], vdim, kind)
+    key = ("splits", k.device, k.dtype, k.shape[1:], vdim, kind)
     *tables, span = layout.table(key, make)
-    theta = None if position is None else position.theta
-    splits, first, shapes = tables
-    sizes = (0, span, 0, 0)
-    return FlatPosition(theta, None if theta is None else offset, splits, first, shapes, kind, sizes)
+    theta, offset = (None, None) if position is None else (position.theta, offset)
+    return FlatPosition(theta, offset, *tables, kind, (0, span, 0, 0))
 
 
 # ---------------------------------------------------------------- what the operators share
@@ -99,7 +96,7 @@ def _theta_gradient(dtheta: Tensor, theta: Tensor | None, needed: bool) -> Tenso
 
 
 def _head_limits(x: Tensor, v: Tensor | None = None, *_: Any, position: Position | None = None) -> str:
-    most = max(x.shape[-1], 0 if v is None else v.shape[-1])
+    most = max(y.shape[-1] for y in (x, v) if y is not None)
     wide = f"{most} channels a head: expected {MOST_CHANNELS} or fewer" if most > MOST_CHANNELS else ""
     return axes_reason(len(position.shape) if position else 1) or wide
 
@@ -136,21 +133,11 @@ def _global_fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *fields: 
     return q.new_empty(*q.shape[:3], v.shape[-1]), *_state(k, v.shape[-1], fields)
 
 
-def _global_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    top: Tensor,
-    total: Tensor,
-    memory: Tensor,
-    dout: Tensor,
-    learn: bool,
-    *fields: Any,
-) -> Any:
+def _global_backward(*inputs: Any) -> Any:
     from ndlightnet_kernels import attention_backward as kernels
 
-    position = FlatPosition(*fields)
+    q, k, v, mask, top, total, memory, dout, learn = inputs[:-FIELDS]
+    position = FlatPosition(*inputs[-FIELDS:])
     dq, dtotal, dmemory, by_q = kernels.read_backward(q, total, memory, dout, position, learn)
     dk, dv, by_k = kernels.summarize_backward(k, v, mask, top, dtotal, dmemory, position, learn)
     return dq, dk, dv, _theta_gradient(by_q + by_k if learn else by_k, position.theta, learn)
@@ -179,14 +166,13 @@ def _summarize(k: Tensor, v: Tensor, mask: Tensor | None, *fields: Any) -> Any:
     return attention.summarize(k, v, mask, FlatPosition(*fields))
 
 
-def _summarize_backward(
-    k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor, learn: bool, *fields: Any
-) -> Any:
+def _summarize_backward(*inputs: Any) -> Any:
     from ndlightnet_kernels import attention_backward as kernels
 
-    position = FlatPosition(*fields)
-    dk, dv, dtheta = kernels.summarize_backward(k, v, mask, top, dtotal, dmemory, position, learn)
-    return dk, dv, _theta_gradient(dtheta, position.theta, learn)
+    *tensors, learn = inputs[:-FIELDS]
+    position = FlatPosition(*inputs[-FIELDS:])
+    *grads, dtheta = kernels.summarize_backward(*tensors, position, learn)
+    return *grads, _theta_gradient(dtheta, position.theta, learn)
 
 
 summarize = Operator(
@@ -210,12 +196,13 @@ def _read(q: Tensor, total: Tensor, memory: Tensor, *fields: Any) -> Tensor:
     return attention.read(q, total, memory, FlatPosition(*fields))
 
 
-def _read_backward(q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, learn: bool, *fields: Any) -> Any:
+def _read_backward(*inputs: Any) -> Any:
     from ndlightnet_kernels import attention_backward as kernels
 
-    position = FlatPosition(*fields)
-    dq, dtotal, dmemory, dtheta = kernels.read_backward(q, total, memory, dout, position, learn)
-    return dq, dtotal, dmemory, _theta_gradient(dtheta, position.theta, learn)
+    *tensors, learn = inputs[:-FIELDS]
+    position = FlatPosition(*inputs[-FIELDS:])
+    *grads, dtheta = kernels.read_backward(*tensors, position, learn)
+    return *grads, _theta_gradient(dtheta, position.theta, learn)
 
 
 read = Operator(

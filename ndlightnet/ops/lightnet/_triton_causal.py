@@ -22,23 +22,13 @@ def _like(*xs: Tensor) -> tuple[Tensor, ...]:
 
 
 # -------------------------------------------------------------------------------------- causal
-def _causal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    forget: Tensor | None,
-    top: Tensor | None,
-    total: Tensor | None,
-    memory: Tensor | None,
-    *fields: Any,
-) -> Any:
+def _causal(*inputs: Any) -> Any:
     """Return output, final State (max, sum, memory), and for the backward the States of all
-    segments. The first State is (top, total, memory); if None, an empty one. forget: decay rates
-    (heads,) float32."""
+    segments. forget: decay rates (heads,) float32."""
     from ndlightnet_kernels import causal
 
-    out, last, entry = causal.forward(q, k, v, mask, forget, (top, total, memory), FlatPosition(*fields))
+    q, k, v, mask, forget, *first = inputs[:-FIELDS]
+    out, last, entry = causal.forward(q, k, v, mask, forget, tuple(first), FlatPosition(*inputs[-FIELDS:]))
     return out, *last, *entry
 
 
@@ -46,33 +36,18 @@ def _causal_fake(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> Any:
     from ndlightnet_kernels import plans
 
     fields = inputs[-FIELDS:]
-    parts, rows = plans.plan_segments(k, v.shape[-1], FlatPosition(*fields).kind)[0], k.shape[0] * k.shape[2]
+    segments, rows = plans.plan_segments(k, v.shape[-1], FlatPosition(*fields).kind)[0], k.shape[0] * k.shape[2]
     last = _state(k, v.shape[-1], fields)
-    states = zip(last, (parts + 1, parts, parts), strict=True)
+    states = zip(last, (segments + 1, segments, segments), strict=True)
     entry = [x.new_empty(rows, n, *x.shape[2:]) for x, n in states]
-    return q.new_empty(v.shape), *last, *entry, k.new_empty(rows, parts, dtype=torch.int32)
+    return q.new_empty(v.shape), *last, *entry, k.new_empty(rows, segments, dtype=torch.int32)
 
 
-def _causal_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    forget: Tensor | None,
-    top: Tensor,
-    total: Tensor,
-    memory: Tensor,
-    flag: Tensor,
-    dout: Tensor | None,
-    dtotal: Tensor | None,
-    dmemory: Tensor | None,
-    past: bool,
-    learn: bool,
-    *fields: Any,
-) -> Any:
+def _causal_backward(*inputs: Any) -> Any:
     from ndlightnet_kernels import causal_backward as kernels
 
-    position, entry = FlatPosition(*fields), (top, total, memory, flag)
+    q, k, v, mask, forget, *entry, dout, dtotal, dmemory, past, learn = inputs[:-FIELDS]
+    position = FlatPosition(*inputs[-FIELDS:])
     dout = torch.zeros_like(v, dtype=q.dtype) if dout is None else dout
     *grads, dtheta = kernels.backward(q, k, v, mask, forget, entry, position, dout, dtotal, dmemory, past, learn)
     return *grads, _theta_gradient(dtheta, position.theta, learn)
@@ -115,13 +90,7 @@ causal_operator = Operator(
 
 
 def causal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    forget: Tensor | None,
-    state: State | None,
-    position: FlatPosition,
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, forget: Any, state: State | None, position: FlatPosition
 ) -> tuple[Tensor, State]:
     """Run the operator. Heads too wide for a program go in blocks of key channels, which add up.
     forget: decay rates (heads,) float32."""
@@ -142,7 +111,7 @@ def causal(
         outs.append(out.float())
         states.append(State(*after[:3]))
     halves = zip(*(p.memory.chunk(position.halves, 2) for p in states), strict=True)
-    memory = torch.cat([part for half in halves for part in half], 2)
+    memory = torch.cat([rows for half in halves for rows in half], 2)
     top, total = (torch.cat([p[i] for p in states], -1) for i in (0, 1))
     return sum(outs[1:], outs[0]).to(q.dtype), State(top, total, memory)
 

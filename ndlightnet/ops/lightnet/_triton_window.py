@@ -73,8 +73,8 @@ def attention(
     if len(blocks) == 1:
         out: Tensor = window_operator(q, k, v, mask, forget, window, *position)[0]
         return out
-    parts = (
+    outs = [
         window_operator(q[..., block], k[..., block], v, mask, forget, window, *position.slots(block))[0].float()
         for block in blocks
-    )
-    return torch.stack(list(parts)).sum(0).to(q.dtype)
+    ]
+    return torch.stack(outs).sum(0).to(q.dtype)

@@ -4,16 +4,13 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.ops import Position, axis_causal_attention
+from ndlightnet.ops import axis_causal_attention
 from ndlightnet.ops.lightnet import _triton_window
 from ndlightnet_kernels.position import NO_POSITION
 
-from .cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
-from .test_operators import CHECKS
+from .kernel_cases import BRAIN, DEVICE, HALF, LOGITS, Case, on_gpu
+from .test_kernel_operators import CHECKS
 from .yardstick import check
-
-# where numpy warns, the interpreter does what a GPU does
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 LINE = Case((70,), 5, 3, batch=1, heads=1, window=3)
 
@@ -89,34 +86,6 @@ def test_full_size(window):
         assert error <= 4 * torch.finfo(BRAIN).eps * y.square().mean().sqrt()
 
 
-def test_what_is_not_seen_gets_a_gradient_of_exactly_zero():
-    problem = Problem.random(LINE._replace(shape=(40,), window=5))
-    leaves = [problem.leaves[name].requires_grad_() for name in "qkv"]
-    out, _ = axis_causal_attention(*leaves, 40, window=5, impl="triton")
-    for t in (2, 31, 33):
-        token = out[:, t].square().sum()
-        for name, x in zip("qkv", grad(token, leaves, retain_graph=True), strict=True):
-            first = t if name == "q" else max(0, t - 4)
-            assert not x[:, t + 1 :].any() and not x[:, :first].any() and x[:, t].any()
-
-
-@pytest.mark.slow
-def test_parts_are_the_whole(close):
-    """From State to State, with angles and decay."""
-    problem = Problem.random(Case((40,), 6, 4, "cosine", heads=1, window=6, forget=0.2))
-    q, k, v = (problem.leaves[name] for name in "qkv")
-    options = {"window": 6, "forget": 0.2, "impl": "triton"}
-    out, state = [], None
-    for at, n in ((0, 3), (3, 20), (23, 1), (24, 16)):
-        now, place = slice(at, at + n), Position(problem.leaves["theta"], (n,), offset=(at,))
-        y, state = axis_causal_attention(q[:, now], k[:, now], v[:, now], n, position=place, state=state, **options)
-        out.append(y)
-    whole, last = axis_causal_attention(q, k, v, 40, position=problem.place(), **options)
-    close(torch.cat(out, 1), whole, 2e-6)
-    for x, y in zip(state, last, strict=True):
-        close(x, y, 2e-6)
-
-
 @pytest.mark.slow
 def test_opcheck():
     """Schema, fake implementation, autograd and dynamic shapes."""
@@ -146,3 +115,22 @@ def test_compile_without_a_graph_break(close, close_grads):
         actual, expected = compiled(*leaves), function(*leaves)
         close(actual, expected, 1e-5)
         close_grads(actual, expected, leaves, 1e-5)
+
+
+@pytest.mark.parametrize("steep", [False, True])
+@pytest.mark.parametrize("window", [2, 34])
+def test_the_oldest_token_of_a_window(close, close_grads, dense, window, steep):
+    """Chunks are of 32 tokens. steep: logits that only the careful form can sum."""
+    length = 70
+    q, k, v = (torch.randn(1, length, 1, 3, device=DEVICE) for _ in "qkv")
+    if steep:
+        k = k + 70 * torch.randint(2, k.shape, device=DEVICE)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = axis_causal_attention(*leaves, length, window=window, return_state=False, impl="triton")
+    token = torch.arange(length, device=DEVICE)
+    age = token[:, None] - token
+    see = ((age >= 0) & (age < window)).double()
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected = dense(*exact, see=see)
+    close(out.double(), expected, 1e-5)
+    close_grads(out, expected, leaves, 1e-5, exact)

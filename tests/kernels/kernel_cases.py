@@ -47,6 +47,7 @@ class Case(NamedTuple):
 
 
 HALF, BRAIN = torch.float16, torch.bfloat16
+DTYPES = [torch.float32, BRAIN, HALF]
 
 # Every row crosses several hardships. Few rows with few heads and channels: the interpreter takes
 # 20 ms or more per program, and a GPU compiles every new pair of dims.

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from ndlightnet.nn.mixers import LightNetAttention, lightnet
 from ndlightnet.ops import Position, attention_step, global_attention, instance_norm_silu, norm_gate
 
-from .cases import DEVICE, Case, Problem
+from .kernel_cases import DEVICE, Case, Problem
 from .yardstick import Plain, ours, rms
 
 forms = pytest.mark.parametrize("form", ["global", "causal"])

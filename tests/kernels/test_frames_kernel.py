@@ -10,11 +10,8 @@ from ndlightnet.ops.lightnet import _triton, frames
 from ndlightnet.ops.lightnet.frames import sliding_merge
 from ndlightnet.ops.position import relative
 
-from .cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
+from .kernel_cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
 from .yardstick import Poison, check, ours
-
-# where numpy warns, the interpreter does what a GPU does
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 WHOLE = Case((64, 32, 32), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
 MANY = Case((512, 16), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
@@ -128,14 +125,16 @@ def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads):
 
 
 @pytest.mark.slow
-def test_later_frames_get_a_gradient_of_exactly_zero():
-    problem = Problem.random(Case((4, 3), 5, 3, batch=1, heads=1))
+@pytest.mark.parametrize("shape, window, at", [((4, 3), 2, (0, 2)), ((40, 1), 5, (2, 31, 33))], ids=str)
+def test_what_a_window_does_not_hold_gets_a_gradient_of_exactly_zero(shape, window, at):
+    """By the States of frames, and by the kernels of a window over tokens."""
+    problem = Problem.random(Case(shape, 5, 3, batch=1, heads=1))
     leaves = [problem.leaves[name].requires_grad_() for name in "qkv"]
-    out, _ = axis_causal_attention(*leaves, 4, window=2, impl="triton")
-    for t in (0, 2):
-        frame = out.unflatten(1, (4, 3))[:, t].square().sum()
+    out, _ = axis_causal_attention(*leaves, shape[0], window=window, impl="triton")
+    for t in at:
+        frame = out.unflatten(1, shape)[:, t].square().sum()
         for name, x in zip("qkv", grad(frame, leaves, retain_graph=True), strict=True):
-            x, first = x.unflatten(1, (4, 3)), t if name == "q" else max(0, t - 1)
+            x, first = x.unflatten(1, shape), t if name == "q" else max(0, t - window + 1)
             assert not x[:, t + 1 :].any() and not x[:, :first].any() and x[:, t].any()
 
 
@@ -150,18 +149,28 @@ def test_frames_of_one_token_are_the_causal_form():
 
 
 @pytest.mark.slow
-def test_chunks_are_the_whole(close):
-    """From State to State, with samples at places of their own."""
-    problem = Problem.random(Case((5, 3), 6, 4, "cosine", start=((2, 70), 1), window=3, heads=1))
+@pytest.mark.parametrize(
+    "case, chunks",
+    [
+        (Case((5, 3), 6, 4, "cosine", start=((2, 70), 1), window=3, heads=1), (1, 3, 1)),
+        (Case((40,), 6, 4, "cosine", start=(5,), window=6, heads=1), (3, 20, 1, 16)),
+    ],
+    ids=str,
+)
+def test_chunks_are_the_whole(close, case, chunks):
+    """From State to State, with samples at places of their own; of frames and of single tokens."""
+    problem = Problem.random(case)
     q, k, v = (problem.leaves[name] for name in "qkv")
-    place, out, state = problem.place(), [], None
-    options = {"window": 3, "forget": 0.2, "impl": "triton"}
-    for at, n in ((0, 1), (1, 3), (4, 1)):
-        now, start = slice(3 * at, 3 * at + 3 * n), (place.offset[0] + at, place.offset[1])
-        there = place._replace(layout=(n, 3), offset=start)
-        y, state = axis_causal_attention(q[:, now], k[:, now], v[:, now], n, position=there, state=state, **options)
+    place, out, state, at = problem.place(), [], None, 0
+    tokens = case.length // case.shape[0]
+    options = {"window": case.window, "forget": 0.2, "impl": "triton"}
+    for n in chunks:
+        rows, start = slice(tokens * at, tokens * (at + n)), (place.offset[0] + at, *place.offset[1:])
+        there = place._replace(layout=(n, *case.shape[1:]), offset=start)
+        y, state = axis_causal_attention(q[:, rows], k[:, rows], v[:, rows], n, position=there, state=state, **options)
         out.append(y)
-    whole, last = axis_causal_attention(q, k, v, 5, position=place, **options)
+        at += n
+    whole, last = axis_causal_attention(q, k, v, at, position=place, **options)
     close(torch.cat(out, 1), whole, 2e-6)
     for a, b in zip(state, last, strict=True):
         close(a, b, 2e-6)

@@ -5,20 +5,15 @@ import torch
 
 from ndlightnet.layout import Grid, Ragged
 from ndlightnet.ops import dense, local_mixing, star
+from ndlightnet.ops.local_mixing import _triton
+from ndlightnet_kernels import local_mixing as kernels
 
-from .cases import DEVICE
+from .kernel_cases import DEVICE, DTYPES
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GRIDS = [(7,), (70,), (5, 9), (3, 4, 5), (2, 3, 2, 4), (1, 6), (2, 1, 2, 1, 2, 1, 2, 3)]
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Memory that a kernel should write starts as NaN."""
-    for name in ("empty", "empty_like"):
-        make = getattr(torch, name)
-        nan = lambda *a, _make=make, **k: _make(*a, **k).fill_(torch.nan)  # noqa: E731
-        monkeypatch.setattr(torch, name, nan)
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def run(impl, x, weight, pull, offsets, layout, mask):
@@ -81,9 +76,6 @@ def test_a_program_walks_through_boxes(grid, form):
 
 def test_taps_of_a_box_take_one_pass():
     """27 taps: the kernel of the weights' gradient also returns dx; 81 taps: three passes."""
-    from ndlightnet.ops.local_mixing import _triton
-    from ndlightnet_kernels import local_mixing as kernels
-
     for grid, one in (((2, 3, 5), True), ((1, 2, 2, 3), False)):
         x, weight, offsets, layout = case(dense, 1, grid, torch.float32, 4)
         at = _triton.where(layout, offsets, x.device)
@@ -177,8 +169,6 @@ def test_odd_addresses_and_transposed_weights(dtype):
 @pytest.mark.parametrize("form", [star, dense])
 def test_a_program_of_the_backward_pass_sums_many_boxes(monkeypatch, form):
     """Also from the last box of a line or a sample to the next one's first."""
-    from ndlightnet_kernels import local_mixing as kernels
-
     plan, scratch, parts = kernels.plan, kernels.scratch, []
     few = lambda *a, **k: plan(*a, **k)._replace(programs=3)  # noqa: E731
     monkeypatch.setattr(kernels, "plan", few)
@@ -214,8 +204,6 @@ def test_operator_is_traced():
 
 
 def test_opcheck():
-    from ndlightnet.ops.local_mixing import _triton
-
     x, weight, offsets, layout = case(star, 1, (4, 5), torch.float32, 8)
     rest = _triton.where(layout, offsets, x.device)
     inputs = x.requires_grad_(), weight.requires_grad_(), None, *rest
@@ -237,3 +225,48 @@ def test_more_than_two_to_the_31_numbers():
     u = local_mixing(x, weight, offsets, layout=Grid((x.shape[1],)))
     end = local_mixing(x[:, -50:], weight, offsets, layout=Grid((50,)))
     torch.testing.assert_close(u[:, -40:], end[:, -40:], rtol=0, atol=0)
+
+
+MARGIN = 4096  # numbers before and after a tensor, more than a program's box
+UNTOUCHED = -1234.5
+
+
+def fenced(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of x between margins of NaN: what is read there shows in the results."""
+    memory = x.new_full((2 * MARGIN + x.numel(),), torch.nan)
+    return memory[MARGIN:-MARGIN].view(x.shape).copy_(x)
+
+
+class Outputs:
+    """Memory of outputs, which starts as NaN, between margins that nothing may write."""
+
+    def __init__(self) -> None:
+        self.memories: list[torch.Tensor] = []
+
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        memory = like.new_full((2 * MARGIN + like.numel(),), UNTOUCHED)
+        self.memories.append(memory)
+        return memory[MARGIN:-MARGIN].view(like.shape).fill_(torch.nan)
+
+    def check(self) -> None:
+        for memory in self.memories:
+            assert (memory[:MARGIN] == UNTOUCHED).all() and (memory[-MARGIN:] == UNTOUCHED).all()
+            assert memory[MARGIN:-MARGIN].isfinite().all()
+
+
+@pytest.mark.parametrize(("grid", "form"), [((5,), star), ((2, 6), dense), ((2, 2, 9), star), ((1, 2, 1, 5), star)])
+def test_the_last_tile(monkeypatch, grid, form):
+    """Sizes that are no multiples of a patch or a box, and numbers of boxes that are none of a program's."""
+    outputs, offsets = Outputs(), form(len(grid), 1)
+    monkeypatch.setattr(kernels, "dense_empty", outputs.empty)
+    x, pull = (fenced(torch.randn(1, Grid(grid).length, 3, device=DEVICE)) for _ in "xp")
+    weight = fenced(torch.randn(len(offsets), 3, device=DEVICE))
+    results = []
+    for impl in ("triton", "reference"):
+        leaves = [t.detach().requires_grad_() for t in (x, weight)]
+        u = local_mixing(*leaves, offsets, layout=Grid(grid), impl=impl)
+        results.append((u, *torch.autograd.grad(u, leaves, pull)))
+    assert len(outputs.memories) == 2  # u, dx
+    outputs.check()
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)

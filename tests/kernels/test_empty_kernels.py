@@ -21,7 +21,7 @@ from ndlightnet.ops import (
 )
 
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
-from .cases import DEVICE
+from .kernel_cases import DEVICE
 
 SIZES = {  # batch, length, heads, dim, value_dim
     "no sample": (0, 8, 2, 4, 4),

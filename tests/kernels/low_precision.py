@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ndlightnet.ops import State
 
-from .cases import Case, Problem
+from .kernel_cases import Case, Problem
 
 
 def weight(x: Tensor) -> Tensor:

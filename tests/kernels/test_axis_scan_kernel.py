@@ -4,30 +4,19 @@ Two bounds, both derived: every element lies within what rounding the taps and t
 at worst, and the mean square error is at most twice that of the same roundings done in torch.
 """
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
 from ndlightnet.ops.axis_scan import reference
+from ndlightnet_kernels import axis_scan as kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("without a GPU: TRITON_INTERPRET=1", allow_module_level=True)
+from .kernel_cases import BRAIN, DEVICE, HALF
 
-from ndlightnet_kernels import axis_scan as kernels  # noqa: E402
-
-HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+FULL = torch.float32
 
 
-@pytest.fixture(autouse=True)
-def poison():
-    """Memory that torch hands out unwritten is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def problem(grid, dim, states, ways, dtype, masked=None, batch=1):
@@ -103,7 +92,7 @@ def check(case, residual=False):
     exact = gradients(dy, clean, weights, mask, residual)
     sizes = [t.abs() for t in (dy, clean)], [w.abs() if w.ndim == 3 else w for w in weights]
     largest = gradients(*sizes[0], sizes[1], mask, residual)
-    unit = torch.finfo(x.dtype).eps * (1 if DEVICE == "cpu" else 0.5)  # the interpreter cuts
+    unit = torch.finfo(x.dtype).eps * (1 if DEVICE.type == "cpu" else 0.5)  # the interpreter cuts
     exactly = 2.0**-20  # float32 sums, and products of float32 in three parts
     for i, (a, b, bound) in enumerate(zip(actual, exact, largest, strict=True)):
         assert a.shape == b.shape and a.dtype == (x.dtype if i < 2 else FULL)
@@ -114,7 +103,7 @@ def check(case, residual=False):
         if i < 2:
             low = rounded((clean, dy)[i], weights, mask, residual, transposed=i == 1)
             band = exactly * bound.square().mean().sqrt()
-            factor = 2 if DEVICE == "cuda" or x.dtype != BRAIN else 8
+            factor = 2 if DEVICE.type == "cuda" or x.dtype != BRAIN else 8
             assert error.square().mean().sqrt() <= factor * (low - b).square().mean().sqrt() + band
     return actual
 
@@ -198,3 +187,27 @@ def test_supported():
 )
 def test_larger(grid, dim, states, ways, dtype, masked):
     check(problem(grid, dim, states, ways, dtype, masked, batch=2), residual=True)
+
+
+@pytest.mark.gpu
+def test_the_end_of_more_than_two_to_the_31_numbers():
+    """Only the last lines hold numbers: their results, and the gradients of weights, are those of these
+    lines alone. Two tensors of 4.3 GB at a time."""
+    batch, n, dim, last = 2**17 + 8, 128, 128, 8
+    x = torch.zeros(batch, n, dim, dtype=torch.bfloat16, device="cuda")
+    assert x[:-last].numel() >= 2**31
+    x[-last:] = torch.randn_like(x[-last:])
+    weights = []
+    for _ in range(2):
+        weights.append(torch.randn(1, dim, 4, device="cuda"))
+        weights.append((0.3 + 0.699 * torch.rand(1, 4, device="cuda")).log())
+    y = kernels.forward(x, *weights)
+    assert not y[:-last].any()
+    torch.testing.assert_close(y[-last:], kernels.forward(x[-last:].contiguous(), *weights), rtol=0, atol=0)
+    del y
+    end = x[-last:].contiguous()
+    dx, *found = kernels.backward(x, x, *weights)
+    dx_alone, *alone = kernels.backward(end, end, *weights)
+    torch.testing.assert_close(dx[-last:], dx_alone, rtol=0, atol=0)
+    for a, b in zip(found, alone, strict=True):  # summed in another order
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())

@@ -10,25 +10,16 @@ from ndlightnet.nn.convolutional import ConvBlock
 from ndlightnet.ops import instance_norm
 from ndlightnet.ops.instance_norm import instance_norm_silu, instance_norm_silu_
 from ndlightnet.parallel import Exchange, Slab
-
-from .cases import DEVICE
-from .yardstick import Poison
-
-pytest.importorskip("ndlightnet_kernels.instance_norm")
 from ndlightnet_kernels import instance_norm as kernels
 
-# numpy says it in the interpreter of masked lanes, and of exp(6e4) = inf
-pytestmark = pytest.mark.filterwarnings("ignore:overflow")
+from .kernel_cases import DEVICE, DTYPES
+from .yardstick import compare_with_torch, largest
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(2, 3, 5), (1, 2, 7, 19), (2, 3, 4, 5, 6), (1, 2, 3, 2, 3, 2)]
 NAMES = ("out", "dx", "dweight", "dbias", "dresidual")
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    with Poison():
-        yield
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 class Twice(Exchange):
@@ -47,23 +38,11 @@ def result(impl, pull, *inputs):
 
 
 def check(pull, *inputs):
-    """Error against float64: at most twice torch's, and one step of the largest value (Triton's
-    interpreter cuts bfloat16 where the GPU rounds)."""
     actual, low = (result(impl, pull, *inputs) for impl in ("triton", "torch"))
     exact = result("torch", pull.double(), *(x.double() for x in inputs))
-    for name, a, b, c in zip(NAMES, actual, low, exact, strict=False):
-        assert a.shape == b.shape and a.dtype == b.dtype and a.isfinite().all(), name
-        # the exponent of SiLU is rounded at its size
-        steps = 1 + (largest(*inputs) if a.dtype == torch.float32 else 0)
-        rounding = steps * torch.finfo(a.dtype).eps * c.abs().max().item()
-        error, allowed = ((x.double() - c).abs().max().item() for x in (a, b))
-        assert error <= 2 * allowed + rounding, f"{name}: {error:.2e}, torch {allowed:.2e}"
-
-
-def largest(x, weight, bias, residual=None):
-    """Return the largest number that SiLU gets."""
-    y = torch.group_norm(x.double(), x.shape[1], weight.double(), bias.double())
-    return (y if residual is None else y + residual.double()).abs().max().item()
+    x, weight, bias, *residual = (x.double() for x in inputs)
+    y = torch.group_norm(x, x.shape[1], weight, bias)  # SiLU gets it, and the residual
+    compare_with_torch(NAMES, actual, low, exact, largest(sum(residual, y)))
 
 
 def random(shape, dtype, *, residual=True):

@@ -12,7 +12,7 @@ from ndlightnet.layout import Ragged
 from ndlightnet.ops.norm_gate import norm_gate
 
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
-from .cases import DEVICE
+from .kernel_cases import DEVICE
 
 LAYOUT, MADE = Ragged([(2, 2)]), {"impl": "triton"}
 
