@@ -6,7 +6,7 @@ from torch.autograd import grad
 
 import ndlightnet.ops as ops
 from ndlightnet.ops import State, attention_step, causal_attention, global_attention, read, summarize
-from tests.kernels.cases import LOGITS, logits
+from tests.kernels.kernel_cases import LOGITS, logits
 
 from .framed import angles, per_head, sample, weights
 

@@ -7,7 +7,7 @@ from torch.autograd import grad
 from ndlightnet.layout import Ragged
 from ndlightnet.ops import axis_causal_attention
 from ndlightnet.ops.lightnet import frames
-from tests.kernels.cases import logits
+from tests.kernels.kernel_cases import logits
 
 from .framed import HEADS, angles, attend, in_chunks, padding, per_head, sample, weights
 
