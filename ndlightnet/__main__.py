@@ -73,10 +73,11 @@ def _command(run: Callable[Arguments, int]) -> Callable[Arguments, int]:
                 if sys.stdout is not None:  # None: it was closed before
                     sys.stdout.flush()  # at the end of the process it could not be caught
         except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] not in EXTRA:
+            package = (error.name or "").partition(".")[0]
+            if package not in EXTRA:
                 raise
             hint = 'pip install "ndlightnet[tasks]"'
-            print(f"error: {error.name} is not installed: {hint}", file=sys.stderr)
+            print(f"error: {package} is not installed: {hint}", file=sys.stderr)
         except BrokenPipeError:
             try:
                 print(flush=True)
@@ -122,8 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @_command
 def door(name: str, arguments: list[str] | None = None) -> int:
-    """Run the task of this name with these arguments, default: those of this process. Returns the
-    exit status."""
+    """Run the task of this name with these arguments, default: those of this process. Returns the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["--version"]:
         return main(words)

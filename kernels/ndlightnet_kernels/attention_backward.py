@@ -89,8 +89,7 @@ def _read_backward(
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute dq, and a split's gradient (fa, fb)^T dout of the normalised memory, for a block of
-    features."""
+    """Compute dq, and a split's gradient (fa, fb)^T dout of the normalised memory, for a block of features."""
     KIND: tl.constexpr = ANGLES[0]
     SLOTS: tl.constexpr = ANGLES[2]
     OPERAND: tl.constexpr = PRODUCT[0]
@@ -338,8 +337,7 @@ def _read_plan(
 def read_backward(
     q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, position: FlatPosition, learn: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of q, of the State's sum and memory, and of theta (heads, slots; empty if
-    not wanted)."""
+    """Return gradients of q, of the State's sum and memory, and of theta (heads, slots; empty if not wanted)."""
     q, dout, vdim = dense_rows(q), dense_rows(dout), memory.shape[-1]
     total, memory = total.contiguous(), memory.contiguous()
     launch, join, memories, angles = remembered(

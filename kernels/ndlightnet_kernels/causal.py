@@ -127,8 +127,7 @@ def _causal(
     segment, which was not summarised before, also the State after it. The last segment is flagged
     too if its logits rise too far above the anchor.
 
-    forget: decay rate of each head for a token; a segment is flagged where sums leave the range of
-    the plain form."""
+    forget: decay rate of each head for a token; a segment is flagged where sums leave the range of the plain form."""
     KIND: tl.constexpr = ANGLES[0]
     OPERAND: tl.constexpr = PRODUCT[0]
     bh, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -11,9 +11,8 @@ from ndlightnet_kernels.phases import coordinates, cos_sin
 from ndlightnet_kernels.tiles import dot, hide, later, load_keys, slip, valid_tokens, weight
 
 TINY = tl.constexpr(1e-27)  # a query whose sum is below it needs a further anchor
-# With decay the plain form's sums may be 2^56 times more or less than 2^-10 (a float32's bits count
-# its logarithm), and a chunk's decay 2^80: those in the backward's smaller chunks, at most 2^20
-# times more or less, are then numbers, too.
+# With decay the plain form's sums may be 2^56 times more or less than 2^-10 (a float32's bits count its logarithm), and
+# a chunk's decay 2^80: those in the backward's smaller chunks, at most 2^20 times more or less, are then numbers, too.
 MIDDLE, RANGE, STEEP = tl.constexpr(117 << 23), tl.constexpr(56 << 23), tl.constexpr(80.0)
 
 

@@ -58,9 +58,8 @@ def _sliding_merge(
     BC: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """Merge the last `window` States (batch, frames, heads, ...) up to each frame: one program for
-    BC rows of a block of `window` frames. A window is the end of the block before, from some frame
-    on, and the beginning of this block.
+    """Merge the last `window` States (batch, frames, heads, ...) up to each frame: one program for BC rows of a block
+    of `window` frames. A window is the end of the block before, from some frame on, and the beginning of this block.
 
     BACK: the adjoint, from the last frame to the first. It merges gradients of merged States
     (`top`: their maxima) to gradients of the States before the merge (`top_in`: their maxima).

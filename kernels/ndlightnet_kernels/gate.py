@@ -15,9 +15,8 @@ from torch import Tensor
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, power_of_2, silu
 
-# Elements of a program's tile and its warps; for the backward also programs (a constant, so that
-# the result has the same bits on every card) and load stages. Measured on an H200 at 32,768 and
-# 65,536 rows of 384 and 768.
+# Elements of a program's tile and its warps; for the backward also programs (a constant, so that the result has the
+# same bits on every card) and load stages. Measured on an H200 at 32,768 and 65,536 rows of 384 and 768.
 NARROW, WIDE, BACKWARD = (1024, 2), (2048, 4), (1024, 4, 528, 3)
 
 
@@ -135,8 +134,7 @@ def _plan(y: Tensor, eps: float) -> Launch:
 def norm_gate(
     y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gated norm of y, plus SiLU(local), in y's dtype, and the rows' mean and 1 /
-    standard deviation."""
+    """Return the gated norm of y, plus SiLU(local), in y's dtype, and the rows' mean and 1 / standard deviation."""
     y, u, local = y.contiguous(), u.contiguous(), None if local is None else local.contiguous()
     weight, bias = weight.contiguous(), bias.contiguous()
     dtypes = (y.dtype, u.dtype, weight.dtype, bias.dtype, None if local is None else local.dtype)
@@ -162,8 +160,7 @@ def _backward_plan(y: Tensor) -> tuple[Launch, Launch, int]:
 def norm_gate_backward(
     dout: Tensor, y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return gradients of y, u, weight, bias, local. Same bits at every call: partial sums, no
-    atomics."""
+    """Return gradients of y, u, weight, bias, local. Same bits at every call: partial sums, no atomics."""
     dout, y, u = dout.contiguous(), y.contiguous(), u.contiguous()
     weight, bias = weight.contiguous(), bias.contiguous()
     local = None if local is None else local.contiguous()

@@ -207,10 +207,9 @@ def instance_norm_silu(
     out: Tensor | None = None,
     of_whole: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return SiLU(norm(x) * weight + bias + residual) in x's dtype, and the rows' mean and 1 /
-    standard deviation. out: where the first is written; it may be x, if contiguous. of_whole: maps
-    the rows' means and sums of squared deviations (batch, channels) to the mean and variance to
-    use, where rows are slabs of larger ones."""
+    """Return SiLU(norm(x) * weight + bias + residual) in x's dtype, and the rows' mean and 1 / standard deviation. out:
+    where the first is written; it may be x, if contiguous. of_whole: maps the rows' means and sums of squared
+    deviations (batch, channels) to the mean and variance to use, where rows are slabs of larger ones."""
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     weight, bias = weight.contiguous(), bias.contiguous()
     more = None if residual is None else residual.dtype

@@ -1,9 +1,8 @@
 """Kernel launches at little cost for the host.
 
-At every launch Triton inspects each argument to find the compiled program, which takes longer than
-a small kernel. The program depends on shapes, dtypes, strides and the addresses' alignment alone.
-So the plan of a call is made once for its shapes (`remembered`), and its launches store the
-programs that Triton found (`Launch`).
+At every launch Triton inspects each argument to find the compiled program, which takes longer than a small kernel. The
+program depends on shapes, dtypes, strides and the addresses' alignment alone. So the plan of a call is made once for
+its shapes (`remembered`), and its launches store the programs that Triton found (`Launch`).
 
 While a graph is lowered (`lowering`), launches are recorded in the graph instead, so that what is
 made of it contains the kernels.
@@ -57,9 +56,8 @@ def remembered(key: Hashable, make: Callable[[], Plan]) -> Plan:
 
 
 class Launch:
-    """A kernel with its grid and all arguments except the tensors, which come first in its
-    signature. Call it with the tensors, None for one that is absent. Their shapes, strides, dtypes
-    and device must be the same at every call."""
+    """A kernel with its grid and all arguments except the tensors, which come first in its signature. Call it with the
+    tensors, None for one that is absent. Their shapes, strides, dtypes and device must be the same at every call."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
         names = kernel.arg_names

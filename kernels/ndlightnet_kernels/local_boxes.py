@@ -16,11 +16,10 @@ from ndlightnet_kernels.tiles import power_of_2
 
 
 class Plan(NamedTuple):
-    """How programs compute their boxes. patch: the cells of a row along the last axes; a thread
-    holds them all. rows, warps: of a program. bytes: of a token that it reads: whole sectors of 32.
-    registers: of a thread at most, 0 for as many as the compiler takes. boxes: of a program of the
-    forward kernel, successive ones. Of the backward kernel, taps: whose sums it holds in registers;
-    programs: a constant, for the same bits on every card."""
+    """How programs compute their boxes. patch: the cells of a row along the last axes; a thread holds them all. rows,
+    warps: of a program. bytes: of a token that it reads: whole sectors of 32. registers: of a thread at most, 0 for as
+    many as the compiler takes. boxes: of a program of the forward kernel, successive ones. Of the backward kernel,
+    taps: whose sums it holds in registers; programs: a constant, for the same bits on every card."""
 
     patch: tuple[int, ...]
     rows: int
@@ -32,8 +31,7 @@ class Plan(NamedTuple):
     programs: int = 0
 
 
-# Forward and backward, by the number of axes (the last one holds for more). Measured on an H200
-# with radius 1
+# Forward and backward, by the number of axes (the last one holds for more). Measured on an H200 with radius 1
 PLANS = (
     (Plan((4,), 16, 4, 128), Plan((4,), 16, 4, 128, taps=9, programs=1056)),
     (Plan((4,), 16, 4, 128, 128, 2), Plan((4,), 16, 4, 64, 128, taps=9, programs=528)),
@@ -82,10 +80,9 @@ def next_place(place, sizes, AXES: tl.constexpr, BOX: tl.constexpr, PATCH: tl.co
 
 @triton.jit
 def box_rows(box, place, table, sizes, length, AXES, BOX, PATCH, ROWS):
-    """Return for the rows of a box the token of their patch's first cell, its coordinates, the
-    sizes of the sample's grid and the tokens from cell to cell along each axis. place: of the box
-    among those of grids. table: of a pack, (boxes, 1 + 2 AXES): the sample's first token, its
-    sizes, the box's first cell."""
+    """Return for the rows of a box the token of their patch's first cell, its coordinates, the sizes of the sample's
+    grid and the tokens from cell to cell along each axis. place: of the box among those of grids. table: of a pack,
+    (boxes, 1 + 2 AXES): the sample's first token, its sizes, the box's first cell."""
     starts, shape = (), ()
     if table is None:
         for a in tl.static_range(AXES):
@@ -112,8 +109,7 @@ def box_rows(box, place, table, sizes, length, AXES, BOX, PATCH, ROWS):
 
 
 class Box(NamedTuple):
-    """What a program computes: the patch of each row and how many rows lie along each axis (powers
-    of two)."""
+    """What a program computes: the patch of each row and how many rows lie along each axis (powers of two)."""
 
     patch: tuple[int, ...]
     rows: tuple[int, ...]
@@ -130,8 +126,7 @@ class Box(NamedTuple):
 
 
 def box(shape: Sequence[int], taps: int, backward: bool = False) -> Box:
-    """Return the box for grids up to this shape: nearly a cube, no longer than the grid along any
-    axis."""
+    """Return the box for grids up to this shape: nearly a cube, no longer than the grid along any axis."""
     chosen = plan(len(shape), taps, backward)
     usual = (*[1] * len(shape), *chosen.patch)[-len(shape) :]
     patch = [min(p, power_of_2(size)) for p, size in zip(usual, shape, strict=True)]

@@ -14,9 +14,8 @@ Offsets = tuple[tuple[int, ...], ...]
 
 
 class Tile(NamedTuple):
-    """A token of each row's line. at: its place along the last axis from the patch's first cell;
-    taps: by which tap each cell of the patch reads it, -1 if by none; cells: which cell reads it by
-    each tap, -1 if none."""
+    """A token of each row's line. at: its place along the last axis from the patch's first cell; taps: by which tap
+    each cell of the patch reads it, -1 if by none; cells: which cell reads it by each tap, -1 if none."""
 
     at: int
     taps: tuple[int, ...]
@@ -24,9 +23,8 @@ class Tile(NamedTuple):
 
 
 class Lines:
-    """Lines of tiles, with the displacement of each along the axes before the last. One value for
-    Triton, with a short name: a tuple it would walk through and print at each use, which takes
-    minutes for many taps."""
+    """Lines of tiles, with the displacement of each along the axes before the last. One value for Triton, with a short
+    name: a tuple it would walk through and print at each use, which takes minutes for many taps."""
 
     def __init__(self, entries: tuple[tuple[tuple[int, ...], tuple[Tile, ...]], ...]) -> None:
         self.entries = entries

@@ -55,8 +55,7 @@ def _zeros(count: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pointers(x, shift, at, STRIDE: tl.constexpr, N: tl.constexpr):
-    """Return pointers to the numbers, or with N = 2 to the pairs, of the rows displaced by `shift`
-    tokens."""
+    """Return pointers to the numbers, or with N = 2 to the pairs, of the rows displaced by `shift` tokens."""
     if N == 2:
         return (x + shift * STRIDE).to(tl.pointer_type(tl.int32), bitcast=True) + at
     else:
@@ -65,9 +64,8 @@ def _pointers(x, shift, at, STRIDE: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _tile(pointers, mask, token, P, in_row, in_dim, STRIDE, N, MASKED):
-    """Load the tile P tokens after a line's pointers, 0 where not `in_row` and for padding, as a
-    tuple: with N = 2 (bfloat16) of the even and the odd channels, which takes one instruction for
-    each number, else of all."""
+    """Load the tile P tokens after a line's pointers, 0 where not `in_row` and for padding, as a tuple: with N = 2
+    (bfloat16) of the even and the odd channels, which takes one instruction for each number, else of all."""
     if MASKED:
         in_row = in_row & (tl.load(mask + token + P, mask=in_row, other=0) != 0)
     valid = in_row[:, None] & in_dim[None, :]
@@ -240,9 +238,8 @@ def _backward(
     MASKED: tl.constexpr,
     DX: tl.constexpr,
 ):
-    """Sum du_(t + o) x_t over `each` successive boxes for a set of taps, into partial (programs of
-    a block of channels, TAPS, DIM). LINES: of these taps, with their offsets negated. DX: also
-    compute dx, where the set is all taps."""
+    """Sum du_(t + o) x_t over `each` successive boxes for a set of taps, into partial (programs of a block of channels,
+    TAPS, DIM). LINES: of these taps, with their offsets negated. DX: also compute dx, where the set is all taps."""
     blocks: tl.constexpr = (DIM + BLOCK - 1) // BLOCK
     slot = tl.program_id(0) // blocks
     col, in_dim = _columns(DIM, BLOCK, N)

@@ -22,16 +22,14 @@ SIZES = ["n1", "n2", "n3", "n4", "n5", "n6", "n7", "prefix", "each"]
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
-# ANGLES, a constant of all kernels with angles, is (kind, number of axes, slots of theta, index of the
-# first of them among all slots, number of all slots, whether phases have 64 bits, whether tokens may
-# lie in front of the grid).
+# ANGLES, a constant of all kernels with angles, is (kind, number of axes, slots of theta, index of the first of them
+# among all slots, number of all slots, whether phases have 64 bits, whether tokens may lie in front of the grid).
 @triton.jit
 def slot_frequencies(angles, shapes, sample, prefix, channel, ANGLES: tl.constexpr):
-    """Compute, once in a program, what the angles at the slots of `channel` depend on: slots,
-    frequencies (upper and lower half), sizes of the axes, their reciprocals, first coordinates,
-    prefix, phase of the first cell, and its distance from the origin. angles: theta, offset, 1 where
-    each sample has an offset, else 0, row of theta, and sizes of the axes after the first; shapes:
-    grids of the samples, where they differ."""
+    """Compute, once in a program, what the angles at the slots of `channel` depend on: slots, frequencies (upper and
+    lower half), sizes of the axes, their reciprocals, first coordinates, prefix, phase of the first cell, and its
+    distance from the origin. angles: theta, offset, 1 where each sample has an offset, else 0, row of theta, and sizes
+    of the axes after the first; shapes: grids of the samples, where they differ."""
     KIND: tl.constexpr = ANGLES[0]
     AXES: tl.constexpr = ANGLES[1]
     SLOTS: tl.constexpr = ANGLES[2]
@@ -164,8 +162,7 @@ def pinned(x):
 
 @triton.jit
 def cos_sin_once(freqs, t, ANGLES: tl.constexpr):
-    """Return `cos_sin` for kernels that need it in tiles of two layouts; for 16-bit inputs to the
-    precision of float16.
+    """Return `cos_sin` for kernels that need it in tiles of two layouts; for 16-bit inputs to the precision of float16.
 
     Tokens lie along the lanes here: a thread has few of them and computes few coordinates.
     """

@@ -167,8 +167,7 @@ START = 200
 
 
 def _programs(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
-    """Return the rows (batch x heads) of keys (batch, length, heads, dim), and the programs that
-    run at once."""
+    """Return the rows (batch x heads) of keys (batch, length, heads, dim), and the programs that run at once."""
     return k.shape[0] * k.shape[2], processors(k) * causal(k, vdim, kind).programs
 
 

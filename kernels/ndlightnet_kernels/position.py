@@ -22,10 +22,9 @@ KINDS = {"none": 0, "cosine": 1, "rotary": 2}
 class FlatPosition(NamedTuple):
     """Positions of tokens and angles of slots. theta: (heads or 1, slots), radians per step.
 
-    offset: coordinates of the first cell. (1 or batch, 2 axes) int64 if it may be far away: its
-    coordinates, then an origin, from which coordinates count in the gradient of theta (0 without an
-    offset). Or (1 or batch, axes) int32 if it is near, within the grid or the whole that this is a
-    slab of, with the origin 0.
+    offset: coordinates of the first cell. (1 or batch, 2 axes) int64 if it may be far away: its coordinates, then an
+    origin, from which coordinates count in the gradient of theta (0 without an offset). Or (1 or batch, axes) int32 if
+    it is near, within the grid or the whole that this is a slab of, with the origin 0.
 
     splits, first, shapes: of a pack, int32. splits (splits, 5), the longest first: its sample,
     its index among all in order of samples, its first token and the one after the last, and

@@ -137,8 +137,7 @@ def join_grads(
     KIND: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Sum the splits' gradients and propagate them through the normalisation: one program for BC
-    features."""
+    """Sum the splits' gradients and propagate them through the normalisation: one program for BC features."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     HALVES: tl.constexpr = 1 if KIND == 0 else 2

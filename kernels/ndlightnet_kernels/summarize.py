@@ -158,11 +158,10 @@ def _summarize(
     STAGES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Compute the State of one split of the length, for one block of key channels (rotary: of
-    pairs). The last of the `per_segment` splits of `span` tokens may be empty. A tile's maxima cost
-    more than its products, so exponents first refer to the first tile's maximum. If a sum then
-    shows that the split's logits range too far for it, the split is computed again with the maximum
-    of all its tokens. Either way no exponent overflows with `top` as its reference.
+    """Compute the State of one split of the length, for one block of key channels (rotary: of pairs). The last of the
+    `per_segment` splits of `span` tokens may be empty. A tile's maxima cost more than its products, so exponents first
+    refer to the first tile's maximum. If a sum then shows that the split's logits range too far for it, the split is
+    computed again with the maximum of all its tokens. Either way no exponent overflows with `top` as its reference.
 
     forget: decay rate of each head for a token; weights are then those at the segment's end."""
     KIND: tl.constexpr = ANGLES[0]

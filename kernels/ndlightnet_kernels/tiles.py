@@ -127,8 +127,7 @@ def interleave(a, b, SLOTS: tl.constexpr):
 
 @triton.constexpr_function
 def even(slots, vdim):
-    """Return `slots` for `interleave`, odd where either is: tiles of odd widths are loaded element
-    by element."""
+    """Return `slots` for `interleave`, odd where either is: tiles of odd widths are loaded element by element."""
     return slots if vdim % 2 == 0 else 1
 
 
@@ -192,8 +191,7 @@ def later(top, lag):
 
 @triton.jit
 def silu(x):
-    """Return SiLU and its derivative. The square of rsqrt takes half the instructions of a
-    division."""
+    """Return SiLU and its derivative. The square of rsqrt takes half the instructions of a division."""
     r = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
     s = r * r
     return x * s, s * (1.0 + x * (1.0 - s))

@@ -70,8 +70,7 @@ def window_keys(k_rows, mask, u, view, kc):
 
 @triton.jit
 def since(rate, u, first, PLAIN: tl.constexpr):
-    """Return the decay of tokens u as seen from the middle of the plain form's chunk of queries
-    that `first` is in."""
+    """Return the decay of tokens u as seen from the middle of the plain form's chunk of queries that `first` is in."""
     return (rate * (u - first // PLAIN * PLAIN - PLAIN // 2).to(tl.float32))[:, None]
 
 

@@ -66,8 +66,7 @@ class ConvBlock(GridLayer):
         layers = self.conv1, self.norm1, self.conv2, self.norm2
         if torch.is_grad_enabled() or any(m._forward_hooks or m._forward_pre_hooks for m in layers):
             return self.recomputed(self._forward, x, layout)
-        # Whole volumes are large: what a convolution returns is overwritten, or freed before the
-        # next one runs.
+        # Whole volumes are large: what a convolution returns is overwritten, or freed before the next one runs.
         y = self.norm1.overwritten(_convolve(self.conv1, x, layout), layout=layout)
         y = _convolve(self.conv2, y, layout)
         if kernel_runs(y):

@@ -43,8 +43,7 @@ def timm(case: Case, tmp_path: Path) -> None:
 
 
 def smp(case: Case, tmp_path: Path) -> None:
-    """DPT on the features of a network of two axes; it has twelve blocks, as DPT has an argument
-    `depth` of its own."""
+    """DPT on the features of a network of two axes; it has twelve blocks, as DPT has an argument `depth` of its own."""
     options = {k: v for k, v in _options(case).items() if k not in ("dims", "depth", "num_classes")}
     encoder = {"encoder_depth": 2, "encoder_weights": None, "encoder_output_indices": [0, -1]}
     decoder = {"readout": "ignore", "intermediate_channels": (8, 8), "fusion_channels": 8}

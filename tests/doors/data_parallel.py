@@ -28,8 +28,7 @@ from tests.processes import run_once
 from .door_models import CASES, Case, output
 
 RANKS = 2
-# of the largest number: sums of at most 1e6 float64 terms, of which one process adds up all, two
-# half of them each
+# of the largest number: sums of at most 1e6 float64 terms, of which one process adds up all, two half of them each
 TOLERANCE = 1e6 * torch.finfo(torch.float64).eps
 
 

@@ -15,8 +15,7 @@ from .door_models import Case
 
 
 def timm(case: Case, tmp_path: Path) -> None:
-    """A vision transformer of timm is its own blocks around our layer; it trains, and its weights
-    come back."""
+    """A vision transformer of timm is its own blocks around our layer; it trains, and its weights come back."""
     import timm
 
     def make() -> Any:

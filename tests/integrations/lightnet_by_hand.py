@@ -29,8 +29,7 @@ def lightnet(
 
 
 def neighbours(x: Tensor, weight: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """Tokens (batch, length, dim) mixed with their neighbours along each axis by torch's depthwise
-    convolution."""
+    """Tokens (batch, length, dim) mixed with their neighbours along each axis by torch's depthwise convolution."""
     axes, dim = len(grid), x.shape[-1]
     kernel = torch.zeros(dim, 1, *[3] * axes, dtype=x.dtype)
     for tap, offset in zip(weight, star(axes, 1, False), strict=True):

@@ -1,5 +1,4 @@
-"""Instance norm, residual and SiLU in one kernel, against float64, beside torch in the inputs' own
-precision."""
+"""Instance norm, residual and SiLU in one kernel, against float64, beside torch in the inputs' own precision."""
 
 import pytest
 import torch

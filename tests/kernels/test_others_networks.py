@@ -1,5 +1,4 @@
-"""The kernels in the layers of other people's networks: tokens in front of a grid, strided values,
-grouped heads."""
+"""The kernels in the layers of other people's networks: tokens in front of a grid, strided values, grouped heads."""
 
 import pytest
 import torch

@@ -243,9 +243,8 @@ def test_axis_scan_of_longer_lines(poison, dtype, masked):
 
 
 def test_splits_follow_the_schedule_of_a_card(monkeypatch):
-    """Measured on one H200, 132 processors: samples of 512 to 1,800 tokens, 12 heads, are not cut
-    (0.145 ms, of at most 1,536 tokens 0.149), of 512 to 262,144 tokens are, into 4,096 (1.09 ms, of
-    8,192 1.11)."""
+    """Measured on one H200, 132 processors: samples of 512 to 1,800 tokens, 12 heads, are not cut (0.145 ms, of at most
+    1,536 tokens 0.149), of 512 to 262,144 tokens are, into 4,096 (1.09 ms, of 8,192 1.11)."""
     monkeypatch.setattr(plans, "processors", lambda _: 132)
     k = torch.empty(1, 1, 12, 64, dtype=BRAIN)
     small = [(8 + i % 8) * (8 + i // 8) * 8 for i in range(64)]

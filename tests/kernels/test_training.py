@@ -46,9 +46,8 @@ def moved(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_the_loss_curve_is_the_same(causal):
-    """Two float32 runs part exponentially, however right both are. How fast, two more runs show,
-    in torch, from moved parameters. (The gradient of one projection wrong by 0.1 % is out of these
-    bounds within 20 steps.)"""
+    """Two float32 runs part exponentially, however right both are. How fast, two more runs show, in torch, from moved
+    parameters. (The gradient of one projection wrong by 0.1 % is out of these bounds within 20 steps.)"""
     dims, space = (1, (34,)) if causal else (2, (10, 8))
     sizes = {"patch_size": 2, "embed_dim": DIM, "depth": DEPTH, "tpe_states": 4}
     mixer = partial(LightNetAttention, heads=max(1, DIM // 16))

@@ -147,8 +147,7 @@ def evaluate(function: Callable[[Problem], Results], problem: Problem, pulls: Re
 
 
 def sizes(problem: Problem, form: str, pulls: Results, exact: Results) -> Results:
-    """How large the terms are that a result is the sum of, where they may cancel: elsewhere the
-    result itself.
+    """How large the terms are that a result is the sum of, where they may cancel: elsewhere the result itself.
 
     k: p * (the pull on p through the memory) - p * (that through the sum), which are equal for one
     token. theta: at every token coordinate * pull; queries and keys almost cancel far out.

@@ -178,8 +178,7 @@ def test_cosformer_beyond_its_reach(close):
 
 @pytest.mark.parametrize("core", ["cosine", "rotary"])
 def test_lrpe_scores_depend_on_offsets_alone(core):
-    """W_n^H W_m = W_(m - n): moving both tokens by the same vector changes no score; moving one
-    does. W is unitary."""
+    """W_n^H W_m = W_(m - n): moving both tokens by the same vector changes no score; moving one does. W is unitary."""
     m = mixers.LrpeAttention(16, 2, core=core).double()
     q, k = torch.randn(2, 1, 1, 2, 8, dtype=torch.float64)
 

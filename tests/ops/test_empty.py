@@ -18,9 +18,9 @@ def draw(*shape):
 
 def calls(name, b, n):
     """Return the arguments of an operator for a batch of b and n tokens."""
-    place = Position(draw(HEADS, DIM), (n,)) if n else None
-    rows = 2 * DIM if n else DIM
-    state = State(torch.zeros(b, HEADS, DIM), draw(b, HEADS, DIM), draw(b, HEADS, rows, DIM))
+    place = Position(draw(HEADS, DIM), (n,))
+    frames = Position(place.theta, (n // 2, 2))
+    state = State(torch.zeros(b, HEADS, DIM), draw(b, HEADS, DIM), draw(b, HEADS, 2 * DIM, DIM))
     q, k, v = (draw(b, n, HEADS, DIM) for _ in "qkv")
     one = (draw(b, HEADS, DIM), draw(b, HEADS, DIM), draw(b, HEADS, DIM))
     plain = State(state.max, state.sum, draw(b, HEADS, DIM, DIM))
@@ -30,7 +30,7 @@ def calls(name, b, n):
     taps = draw(3, DIM)
     known = {
         "attention_step": ((*one, plain), {}),
-        "axis_causal_attention": ((q, k, v, 3), {"state": plain, "forget": 0.1}),
+        "axis_causal_attention": ((q, k, v, n // 2), {"position": frames, "state": state, "forget": 0.1}),
         "axis_scan": ((x, coef, decay, (draw(1, DIM, 3), draw(1, 3))), {"residual": True}),
         "causal_attention": ((q, k, v), {"position": place, "state": state}),
         "elementwise_memory": ((q, k, draw(1, 1, 1, DIM, 1), v, memory), {}),
@@ -47,7 +47,7 @@ def calls(name, b, n):
         "matrix_memory": ((q, k, draw(1, 1, 1, DIM, DIM), v, memory), {}),
         "merge": ((plain, state._replace(memory=draw(b, HEADS, DIM, DIM))), {}),
         "norm_gate": ((x, draw(b, n, DIM), weight, bias, 1e-6, "auto", draw(b, n, DIM)), {}),
-        "read": ((q, state if n else plain), {"position": place}),
+        "read": ((q, state), {"position": place}),
         "rotate": ((q, draw(n, 1, DIM), draw(n, 1, DIM)), {}),
         "scan": ((draw(1, n, DIM), x, draw(b, DIM)), {}),
         "summarize": ((k, v), {"position": place}),

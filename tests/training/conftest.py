@@ -156,8 +156,7 @@ def _stripes(folder: Path, train: int = 40, test: int = 10, side: int = 12) -> P
 
 @pytest.fixture(scope="session")
 def write_stripes() -> Callable[..., Path]:
-    """write_stripes(folder, train=40, test=10, side=12): class folders of three kinds of PNG files,
-    so many of each."""
+    """write_stripes(folder, train=40, test=10, side=12): class folders of three kinds of PNG files, so many of each."""
     return _stripes
 
 

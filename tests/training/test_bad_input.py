@@ -226,6 +226,7 @@ NO_ARGUMENT = "has no such argument; did you mean"
     "option, line",
     [
         ("--modle.lr=3", "unrecognized arguments: --modle.lr=3; did you mean --model.lr?"),
+        ("--trainer.max_epoch=3", "unrecognized arguments: --trainer.max_epoch=3; did you mean --trainer.max_epochs?"),
         ("--model.net.patch=3", f"model.net.patch: ndlightnet.NDLightNet {NO_ARGUMENT} patch_size?"),
         ("--model.net.init_args.dim=3", f"model.net.dim: ndlightnet.NDLightNet {NO_ARGUMENT} embed_dim?"),
         ("--data.init_args.fraems=3", f"data.fraems: ndlightnet.training.VideoData {NO_ARGUMENT} frames?"),

@@ -152,10 +152,9 @@ class StreamingMixer(Mixer):
         return sum(x.numel() * (2 if x.is_complex() else 1) for x in leaves)
 
 
-# A function of the width that returns a mixer, or its name in the catalogue, alone or with
-# arguments, {name: arguments}; or one for each layer. jsonargparse reads names from YAML, and
-# functions as a dotted name or a class_path with init_args. With the tuple first jsonargparse also
-# writes lists back, and lays a single option over a class.
+# A function of the width that returns a mixer, or its name in the catalogue, alone or with arguments, {name:
+# arguments}; or one for each layer. jsonargparse reads names from YAML, and functions as a dotted name or a class_path
+# with init_args. With the tuple first jsonargparse also writes lists back, and lays a single option over a class.
 Factory = Callable[[int], nn.Module]
 Named = Factory | str | dict[str, Any]
 Factories = tuple[Factory, ...] | Named | Sequence[Named]

@@ -35,9 +35,9 @@ def of_grid(position: Position | None) -> FlatPosition:
             if first:
                 offset[:, axis].fill_(first)
     elif start is not None:
-        origin = position.origin or (0,) * len(shape)
         first = columns(start, device)
-        first += first if origin is start else columns(origin, device)
+        same = position.origin is start  # Dynamo does not compare a tuple that it has just made
+        first += first if same else columns(position.origin or (0,) * len(shape), device)
         offset = torch.stack(torch.broadcast_tensors(*first), 1)
     return grid_position(position.theta, offset, position.kind, position.prefix, shape)
 

@@ -17,8 +17,7 @@ from ndlightnet_kernels.position import FIELDS, SCHEMA, FlatPosition
 def _window(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int, *fields: Any
 ) -> Any:
-    """Return the output and, for the backward, anchors and flags of chunks. forget: decay rates
-    (heads,) float32."""
+    """Return the output and, for the backward, anchors and flags of chunks. forget: decay rates (heads,) float32."""
     from ndlightnet_kernels import window as kernels
 
     return kernels.forward(q, k, v, mask, forget, window, FlatPosition(*fields))

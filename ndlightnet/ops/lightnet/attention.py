@@ -110,6 +110,10 @@ def _query(q: Tensor, position: Position | None) -> Tensor:
     return phi if position is None else query_features(phi, position)
 
 
+def _theta(position: Position | None) -> Tensor | None:
+    return None if position is None else position.theta
+
+
 def _factors(k: Tensor, position: Position | None) -> Tensor | None:
     return None if position is None else key_features(position, k.shape[-1], accumulator(k))
 
@@ -127,7 +131,7 @@ def summarize(
     with exact(k):
         state = _empty(k, v, position)
         if k.shape[1] == 0:
-            return state._replace(sum=empty_result(state.sum, k, v))
+            return state._replace(sum=empty_result(state.sum, k, v, _theta(position)))
         if chosen == "reference":
             state = reference.summarize(k, v, state, position, mask)
         else:
@@ -289,7 +293,7 @@ def causal_attention(
     check_rates(forget, k.shape[2])
     if k.shape[1] == 0:
         state = _empty(k, v, position) if state is None else state
-        return empty_result(v.to(q.dtype), q, k), state
+        return empty_result(v.to(q.dtype), q, k, _theta(position)), state
     position = relative(position)
     if state is not None:
         state = offset_gradient(state, position, -1)

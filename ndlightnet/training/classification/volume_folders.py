@@ -26,9 +26,8 @@ class VolumeFolders(ImageData):
         size: cells along x, y and z of the network's input.
         spacing: mm per cell along x, y and z; larger volumes are cropped, smaller ones padded evenly. Default: no
             training volume is cropped; they are read once more for this.
-        input: for predict: a file, or a folder of files and of DICOM series at any depth.
-        modality: of these series, take those of this modality only (CT, MR, PT, ...).
-        others: as in ImageData.
+        input: for predict: a file, or a folder of files and of DICOM series at any depth. modality: of these series,
+        take those of this modality only (CT, MR, PT, ...). others: as in ImageData.
     """
 
     def __init__(

@@ -27,7 +27,12 @@ def check(argument: str, value: object, good: bool, expected: str) -> None:
 
 
 class OneLine:
-    """Mixin of parsers that end the process with one line, status 2, on wrong options."""
+    """Mixin of parsers that end the process with one line, status 2, on wrong options. The beginning of an option is
+    not that option: `--lr` would be `--lr_scheduler`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.allow_abbrev = False
 
     def error(self: Any, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # the parser of a class inside another one

@@ -52,8 +52,7 @@ class Replay:
 
 
 class Steps:
-    """Steps of AdamW on `loss(*inputs)` with clipped gradients, replayed from one CUDA graph for
-    each shape of inputs.
+    """Steps of AdamW on `loss(*inputs)` with clipped gradients, replayed from one CUDA graph for each shape of inputs.
 
     decay: of an exponential average of the weights and buffers, held by the network `averaged`, as
     a function of the step. None: `averaged` is the network itself.
@@ -89,8 +88,7 @@ class Steps:
         return self.replays[shapes](*inputs)
 
     def _prepare(self, inputs: tuple[Tensor, ...]) -> Replay:
-        """Capture a step. Its calls change nothing: the rates are 0, moments and buffers are
-        restored."""
+        """Capture a step. Its calls change nothing: the rates are 0, moments and buffers are restored."""
         state, buffers = self.optimizer.state, list(self.net.buffers())
         moments = {p: {k: v.clone() for k, v in values.items()} for p, values in state.items()}
         copies = [x.clone() for x in buffers]

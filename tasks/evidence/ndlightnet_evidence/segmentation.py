@@ -1,5 +1,4 @@
-"""Markdown tables of segmentation runs: their scores, the differences from the first row, and their
-costs."""
+"""Markdown tables of segmentation runs: their scores, the differences from the first row, and their costs."""
 
 from __future__ import annotations
 

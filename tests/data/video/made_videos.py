@@ -157,8 +157,7 @@ def set_matrix(path: Path, matrix: Sequence[float]) -> Path:
 
 
 def as_shown(pictures: np.ndarray, matrix: Sequence[int] = (1, 0, 0, 1), aspect: Fraction | int = 1) -> np.ndarray:
-    """Stored pictures (frames, height, width, 3) made wider by Pillow, each pixel then put where
-    the matrix says."""
+    """Stored pictures (frames, height, width, 3) made wider by Pillow, each pixel then put where the matrix says."""
     height, width = pictures.shape[1:3]
     size = (round(width * aspect), height)
     wide = np.stack([np.asarray(Image.fromarray(one).resize(size, Image.Resampling.BILINEAR)) for one in pictures])

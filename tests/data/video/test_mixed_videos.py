@@ -1,5 +1,4 @@
-"""A folder of good and bad videos as people have them: every good one is read rightly, and each bad
-one is one line."""
+"""A folder of good and bad videos as people have them: every good one is read rightly, and each bad one is one line."""
 
 from __future__ import annotations
 
