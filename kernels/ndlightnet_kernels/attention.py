@@ -110,7 +110,7 @@ def _read(
     """Compute the output of a split of the queries, for one block of value channels."""
     KIND: tl.constexpr = ANGLES[0]
     SLOTS: tl.constexpr = ANGLES[2]
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     bh, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     row, _slot, begin, end, base, state = split_bounds(splits, split, b, bh, h, heads, span, length, prefix)

@@ -92,7 +92,7 @@ def _read_backward(
     """Compute dq, and a split's gradient (fa, fb)^T dout of the normalised memory, for a block of features."""
     KIND: tl.constexpr = ANGLES[0]
     SLOTS: tl.constexpr = ANGLES[2]
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     bh, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     row, slot, begin, end, base, state = split_bounds(splits, split, b, bh, h, heads, span, length, prefix)
@@ -187,7 +187,7 @@ def _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile
     """Store dk of some channels of a tile of tokens; return dy plus what these add to it."""
     KIND: tl.constexpr = ANGLES[0]
     SLOTS: tl.constexpr = ANGLES[2]
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     t, valid, inside, end = tokens
     length, heads, dim = size
@@ -274,7 +274,7 @@ def _summarize_backward(
 ):
     """Compute dk and dv of a split: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
     KIND: tl.constexpr = ANGLES[0]
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads

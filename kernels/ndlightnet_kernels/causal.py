@@ -129,7 +129,7 @@ def _causal(
 
     forget: decay rate of each head for a token; a segment is flagged where sums leave the range of the plain form."""
     KIND: tl.constexpr = ANGLES[0]
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     bh, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     begin, end = segment * span, min(segment * span + span, length)

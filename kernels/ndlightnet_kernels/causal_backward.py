@@ -118,7 +118,7 @@ def _causal_dkv(
     """Compute dk and dv of a segment, backward in time, from its later queries and from gradients
     of later segments, carried as an adjoint State in units of the State's maximum."""
     KIND: tl.constexpr = ANGLES[0]
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     bh, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     if CAREFUL:

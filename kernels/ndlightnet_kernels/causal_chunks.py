@@ -149,7 +149,7 @@ def gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, PRODUCT: tl.cons
 @triton.jit
 def read_memory(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, PRODUCT: tl.constexpr):
     """Return acc + features of f times a memory that is stored transposed."""
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     if KIND == 0:
         acc = dot(f, tl.trans(m.to(OPERAND)), acc, PRODUCT)
     else:

@@ -90,7 +90,7 @@ def _causal_dq(
     Also stores dphi and each chunk's (max, sum) for `_causal_dkv`.
     """
     KIND: tl.constexpr = ANGLES[0]
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     bh, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     begin, end = segment * span, min(segment * span + span, length)

@@ -58,7 +58,7 @@ def _collect(k_rows, v_rows, mask, freqs, rate, tops, span, kc, vc, BL, ANGLES, 
     shared memory as they were read. Sums stay spread over the tile's rows until the end."""
     KIND: tl.constexpr = ANGLES[0]
     SLOTS: tl.constexpr = ANGLES[2]
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     mx, mx2 = tops
     begin, end, length = span
@@ -165,7 +165,7 @@ def _summarize(
 
     forget: decay rate of each head for a token; weights are then those at the segment's end."""
     KIND: tl.constexpr = ANGLES[0]
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     bh, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM

@@ -110,7 +110,7 @@ def _nearest(x, PRECISION: tl.constexpr):
 def dot(a, b, acc, PRODUCT: tl.constexpr):
     """Return acc + a @ b with float32 sums; both sides are rounded to the operand type first.
     PRODUCT: see `operand`."""
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     PRECISION: tl.constexpr = PRODUCT[1]
     a, b = _nearest(a.to(OPERAND), PRECISION), _nearest(b.to(OPERAND), PRECISION)
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -236,12 +236,13 @@ def strides(**tensors: Tensor) -> dict[str, int]:
     return {"UNIT": unit, **dict(zip(names, (s // unit for s in numbers), strict=True))}
 
 
-def operand(x: Tensor) -> tuple[tl.dtype, str]:
-    """Return type and precision of matrix products. float16 has too small a range for sums, so it
-    is multiplied as tf32, which also has 10 bits."""
+def operand(x: Tensor) -> tuple[bool, str]:
+    """Return whether matrix products are of bfloat16, else of float32, and their precision. float16 has too small a
+    range for sums, so it is multiplied as tf32, which also has 10 bits. No dtype: a hook of Triton's that is told of
+    compilations gets constants as JSON."""
     if x.dtype == torch.bfloat16:
-        return (tl.bfloat16, "tf32") if x.is_cuda else (tl.float32, "ieee")
-    return tl.float32, "tf32" if x.dtype == torch.float16 else "tf32x3"
+        return (True, "tf32") if x.is_cuda else (False, "ieee")
+    return False, "tf32" if x.dtype == torch.float16 else "tf32x3"
 
 
 def flags(mask: Tensor | None) -> Tensor | None:

@@ -159,7 +159,7 @@ def _window(
 ):
     """Compute the output of a chunk of queries; also its anchor and whether that failed."""
     KIND: tl.constexpr = ANGLES[0]
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     chunk = bh * chunks + block * BL // PLAIN

@@ -117,7 +117,7 @@ def _window_dq(
 ):
     """Compute dq of a chunk; also dphi, phi / s, and in the careful form each query's anchor."""
     KIND: tl.constexpr = ANGLES[0]
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     chunk = bh * chunks + block * BL // PLAIN
@@ -262,7 +262,7 @@ def _window_dkv(
     """Compute dk and dv of a chunk of keys; by the careful form if any chunk of queries that
     attends to them was flagged."""
     KIND: tl.constexpr = ANGLES[0]
-    OPERAND: tl.constexpr = PRODUCT[0]
+    OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     begin = block * BL
