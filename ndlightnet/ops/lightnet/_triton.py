@@ -35,10 +35,10 @@ def of_grid(position: Position | None) -> FlatPosition:
             if first:
                 offset[:, axis].fill_(first)
     elif start is not None:
-        first = columns(start, device)
+        cells = columns(start, device)
         same = position.origin is start  # Dynamo does not compare a tuple that it has just made
-        first += first if same else columns(position.origin or (0,) * len(shape), device)
-        offset = torch.stack(torch.broadcast_tensors(*first), 1)
+        cells += cells if same else columns(position.origin or (0,) * len(shape), device)
+        offset = torch.stack(torch.broadcast_tensors(*cells), 1)
     return grid_position(position.theta, offset, position.kind, position.prefix, shape)
 
 
@@ -75,9 +75,9 @@ def of_samples(
         return (*(x.to(k.device, non_blocking=True) for x in tables), span)
 
     key = ("splits", k.device, k.dtype, k.shape[1:], vdim, kind)
-    *tables, span = layout.table(key, make)
+    splits, first, shapes, span = layout.table(key, make)
     theta, offset = (None, None) if position is None else (position.theta, offset)
-    return FlatPosition(theta, offset, *tables, kind, (0, span, 0, 0))
+    return FlatPosition(theta, offset, splits, first, shapes, kind, (0, span, 0, 0))
 
 
 # ---------------------------------------------------------------- what the operators share
@@ -171,7 +171,7 @@ def _summarize_backward(*inputs: Any) -> Any:
 
     *tensors, learn = inputs[:-FIELDS]
     position = FlatPosition(*inputs[-FIELDS:])
-    *grads, dtheta = kernels.summarize_backward(*tensors, position, learn)
+    *grads, dtheta = kernels.summarize_backward(*tensors, position, learn)  # type: ignore[call-arg]
     return *grads, _theta_gradient(dtheta, position.theta, learn)
 
 
@@ -201,7 +201,7 @@ def _read_backward(*inputs: Any) -> Any:
 
     *tensors, learn = inputs[:-FIELDS]
     position = FlatPosition(*inputs[-FIELDS:])
-    *grads, dtheta = kernels.read_backward(*tensors, position, learn)
+    *grads, dtheta = kernels.read_backward(*tensors, position, learn)  # type: ignore[call-arg]
     return *grads, _theta_gradient(dtheta, position.theta, learn)
 
 

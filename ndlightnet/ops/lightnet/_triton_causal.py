@@ -49,7 +49,7 @@ def _causal_backward(*inputs: Any) -> Any:
     q, k, v, mask, forget, *entry, dout, dtotal, dmemory, past, learn = inputs[:-FIELDS]
     position = FlatPosition(*inputs[-FIELDS:])
     dout = torch.zeros_like(v, dtype=q.dtype) if dout is None else dout
-    *grads, dtheta = kernels.backward(q, k, v, mask, forget, entry, position, dout, dtotal, dmemory, past, learn)
+    *grads, dtheta = kernels.backward(q, k, v, mask, forget, tuple(entry), position, dout, dtotal, dmemory, past, learn)
     return *grads, _theta_gradient(dtheta, position.theta, learn)
 
 
