@@ -1,6 +1,6 @@
 """Global attention: merge a source into its State, and read a State with queries.
 
-Every tensor is read or written once. The length is split over the card; the n_splits are merged in a
+Every tensor is read or written once. The length is split over the card; the splits are merged in a
 fixed order, so results do not change from run to run. p is exp(k - top); a memory has dim rows, or
 2 * dim with MD-LRPE (cos half, sin half); fa, fb: features of a query, see `rope_features`.
 """
@@ -30,12 +30,12 @@ from ndlightnet_kernels.tiles import (
     interleave,
     load,
     pad,
+    plan_splits,
     processors,
     rope_features,
     scratch,
     second_channels,
     silu,
-    split,
     split_bounds,
 )
 
@@ -160,7 +160,7 @@ def _summarize_plan(
     if position.splits is not None:
         n_splits, span = position.splits.shape[0], block
     elif segments is None:
-        n_splits, span = split(length, rows, block, at_once)
+        n_splits, span = plan_splits(length, rows, block, at_once)
     else:
         n_splits, span = segments
         each = split_count(rows * n_splits, at_once, span // block)
@@ -222,7 +222,7 @@ def _read_plan(q: Tensor, vdim: int, position: FlatPosition) -> Launch:
     chosen = plan("read", bv, bk, position.kind, operand_bytes(q))
     block, bv = chosen.block, chosen.keys
     blocks = cdiv(vdim, bv)
-    n_splits, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
+    n_splits, span = plan_splits(length, batch * heads * blocks, block, chosen.programs * processors(q))
     if position.splits is not None:
         n_splits = position.splits.shape[0]
     sizes = {"span": span, "BK": bk, "BV": bv, "BLOCKS": blocks}

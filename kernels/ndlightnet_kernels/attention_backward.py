@@ -31,6 +31,7 @@ from ndlightnet_kernels.tiles import (
     interleave,
     load,
     pad,
+    plan_splits,
     powers,
     processors,
     rope_features,
@@ -38,7 +39,6 @@ from ndlightnet_kernels.tiles import (
     rows_added,
     scratch,
     silu,
-    split,
     split_bounds,
     theta_grad,
     valid_tokens,
@@ -184,7 +184,8 @@ def _grads(top, dtotal, dmemory, bh, kc, vc, DIM, VDIM, KIND, OPERAND):
 
 @triton.jit
 def _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile, kc, ANGLES, PRODUCT):
-    """Store dk of some channels of a tile of tokens; return dy plus what these add to it."""
+    """Store dk of some channels of a tile of tokens; return dy plus what these add to it. tokens: their indices, which
+    are no padding, which are before the end, the end; size: length, heads, channels of dk."""
     KIND: tl.constexpr = ANGLES[0]
     SLOTS: tl.constexpr = ANGLES[2]
     OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
@@ -298,9 +299,11 @@ def _summarize_backward(
         else:  # a head wider than a tile: its memory does not stay on chip
             for block in tl.range(0, BLOCKS, num_stages=1):
                 c = block * BK + kc
-                some = _grads(top, dtotal, dmemory, state, c, vc, DIM, VDIM, KIND, OPERAND)
-                its = slot_frequencies(angles, shapes, row, base, c, ANGLES)
-                dy = _key_block(k_rows, mask, dk, dtheta, y, dy, some, its, tokens, size, tile, c, ANGLES, PRODUCT)
+                block_grads = _grads(top, dtotal, dmemory, state, c, vc, DIM, VDIM, KIND, OPERAND)
+                block_freqs = slot_frequencies(angles, shapes, row, base, c, ANGLES)
+                dy = _key_block(
+                    k_rows, mask, dk, dtheta, y, dy, block_grads, block_freqs, tokens, size, tile, c, ANGLES, PRODUCT
+                )
         if mask is not None:
             dy = tl.where(valid[:, None], dy, 0.0)
         to = dv + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
@@ -320,7 +323,7 @@ def _read_plan(
     chosen = plan("read_backward", pad(width), bv, position.kind, operand_bytes(q), learn)
     block, bk = chosen.block, chosen.keys
     blocks = cdiv(width, bk)
-    n_splits, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
+    n_splits, span = plan_splits(length, batch * heads * blocks, block, chosen.programs * processors(q))
     if position.splits is not None:
         n_splits = position.splits.shape[0]
     counts = {"n_splits": n_splits, "span": span, "BK": bk, "BV": bv, "BLOCKS": blocks}
@@ -358,7 +361,7 @@ def _summarize_plan(k: Tensor, v: Tensor, position: FlatPosition, learn: bool) -
     bv, width = pad(vdim), position.width(dim)
     chosen = plan("summarize_backward", pad(width), bv, position.kind, operand_bytes(k), learn)
     block, bk = chosen.block, chosen.keys
-    n_splits, span = split(length, batch * heads, block, chosen.programs * processors(k))
+    n_splits, span = plan_splits(length, batch * heads, block, chosen.programs * processors(k))
     tiles = cdiv(length, block)
     if position.splits is not None:
         n_splits, span = position.splits.shape[0], position.span

@@ -258,7 +258,7 @@ class Segments(NamedTuple):
     """Launches of a call: the merge of segments, and the plain and the careful form."""
 
     segments: int
-    before: tuple[int, int] | None  # None: rows alone fill the card, the State before them is given
+    summarized: tuple[int, int] | None  # number and tokens of segments; None: rows alone fill the card
     merge: Launch
     forms: tuple[Launch, Launch]
 
@@ -266,19 +266,19 @@ class Segments(NamedTuple):
 def _plan(q: Tensor, k: Tensor, v: Tensor, position: FlatPosition) -> Segments:
     (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
     segments, span = plan_segments(k, vdim, position.kind)
-    rows, before, each = batch * heads, None, 1
+    rows, summarized, each = batch * heads, None, 1
     if not fills(k, vdim, position.kind):
-        before = (segments - 1, span)
-        each = attention.splits_of_segments(k, v, position, before) // max(1, segments - 1)
+        summarized = (segments - 1, span)
+        each = attention.splits_of_segments(k, v, position, summarized) // max(1, segments - 1)
     counts = {"segments": segments - 1, "per_segment": each, "span": span, "heads": heads}
     merge = memory_launch(prefix_states, rows, (position.halves, dim, vdim), **counts)
     sizes = {"span": span, "segments": segments, "BK": pad(dim), "BV": pad(vdim)}
-    sizes |= arguments(position, vdim, q=q, k=k, v=v)
+    sizes |= arguments(position, vdim, k=k, q=q, v=v)
     plain, careful = (
         Launch(_causal, (rows, segments), BL=c.chunk, CAREFUL=c is CAREFUL, **sizes, **c.options())
         for c in (causal(k, vdim, position.kind).forward, CAREFUL)
     )
-    return Segments(segments, before, merge, (plain, careful))
+    return Segments(segments, summarized, merge, (plain, careful))
 
 
 def forward(
@@ -298,14 +298,14 @@ def forward(
     (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
     halves, rows = position.halves, batch * heads
     dtypes = tuple(x is not None and x.dtype for x in state)
-    segments, before, merge, forms = remembered(
+    segments, summarized, merge, forms = remembered(
         ("causal", form(q, k, v), dtypes, position.key), lambda: _plan(q, k, v, position)
     )
     top, total = scratch(k, rows, segments + 1, dim), scratch(k, rows, segments, dim)
     entry = top, total, scratch(k, rows, segments, halves * dim, vdim)
     states: tuple[Tensor | None, ...] = (None, None, None)
-    if before is not None:
-        states = attention.summarize_splits(k, v, mask, position, before, forget)
+    if summarized is not None:
+        states = attention.summarize_splits(k, v, mask, position, summarized, forget)
     last = (scratch(k, batch, heads, dim), scratch(k, batch, heads, dim), scratch(k, batch, heads, halves * dim, vdim))
     first = (x if x is None else x.contiguous() for x in state)
     merge(forget, *first, *states, *entry)

@@ -250,7 +250,7 @@ def _plan(
     segments, span = plan_segments(k, vdim, position.kind)
     chosen = causal(k, vdim, position.kind)
     rows, sizes = batch * heads, {"span": span, "segments": segments, "BK": pad(dim), "BV": pad(vdim)}
-    sizes |= {"BL": chosen.dq.chunk, **arguments(position, vdim, q=q, k=k, v=v, o=dout)}
+    sizes |= {"BL": chosen.dq.chunk, **arguments(position, vdim, k=k, q=q, v=v, o=dout)}
 
     def forms(kernel: Any, chunks: Chunks) -> Pair:
         plain, careful = (
@@ -294,16 +294,16 @@ def backward(
     sizes = (rows, segments, dim), (rows, segments, halves * dim, vdim)
     before = past or not filled  # whole rows often have no State before them
     after = before or dtotal is not None or dmemory is not None
-    starts, later = (tuple(scratch(k, *size) if needed else None for size in sizes) for needed in (before, after))
+    query_grads, later = (tuple(scratch(k, *size) if needed else None for size in sizes) for needed in (before, after))
     dtheta_q, dtheta_k = (scratch(k, batch, heads, chunks, dim) if learn else None for _ in range(2))
     inputs = q, k, v, dout, flags(mask), *position.angles, forget
     for launch in by_q:
-        launch(*inputs, *entry, dq, dphi, chunk_top, chunk_total, *starts, dtheta_q)
+        launch(*inputs, *entry, dq, dphi, chunk_top, chunk_total, *query_grads, dtheta_q)
     sizes = (dim,), (halves * dim, vdim)
     first = tuple(scratch(k, batch, heads, *size) if past else scratch(k, 0) for size in sizes)
     if after:
         dmemories = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
-        between(forget, entry[0], *starts, *dmemories, *(first if past else (None, None)), *later)
+        between(forget, entry[0], *query_grads, *dmemories, *(first if past else (None, None)), *later)
     for launch in by_k:
         launch(*inputs, entry[0], entry[3], dphi, chunk_top, chunk_total, *later, dk, dv, dtheta_k)
     partial = None if dtheta_q is None or dtheta_k is None else dtheta_q + dtheta_k

@@ -26,6 +26,7 @@ class Plan(NamedTuple):
     registers: int = 0
 
     def options(self) -> dict[str, int]:
+        """Return the kernel's constants BL and STAGES, and the options of its launch."""
         most = {"maxnreg": self.registers} if self.registers else {}
         return {"BL": self.block, "STAGES": self.stages, "num_warps": self.warps, **most}
 

@@ -87,13 +87,14 @@ def memory_launch(kernel: Any, rows: int, sizes: Sizes, elements: int = 256, **n
 
 def merge_launch(device: torch.device, samples: int, n_splits: int, heads: int, sizes: Sizes) -> Launch:
     """Return the launch of `merge_splits`."""
-    rows, (halves, dim, vdim) = samples * heads, sizes
-    # smaller programs where larger ones leave much of the card idle: measured on one H200
-    elements = 128 if rows * halves * dim * pad(vdim) < 256 * 1024 else 256
-    return remembered(
-        ("merge", device, samples, n_splits, heads, sizes),
-        lambda: memory_launch(merge_splits, rows, sizes, elements, n_splits=n_splits, heads=heads),
-    )
+
+    def make() -> Launch:
+        rows, (halves, dim, vdim) = samples * heads, sizes
+        # smaller programs where larger ones leave much of the card idle: measured on one H200
+        elements = 128 if rows * halves * dim * pad(vdim) < 256 * 1024 else 256
+        return memory_launch(merge_splits, rows, sizes, elements, n_splits=n_splits, heads=heads)
+
+    return remembered(("merge", device, samples, n_splits, heads, sizes), make)
 
 
 @triton.jit

@@ -52,7 +52,7 @@ def _fade(rate, t, end):
 
 
 @triton.jit
-def _collect(k_rows, v_rows, mask, freqs, rate, tops, span, kc, vc, BL, ANGLES, PRODUCT, STAGES, ROWS):
+def _collect(k_rows, v_rows, mask, freqs, rate, tops, bounds, kc, vc, BL, ANGLES, PRODUCT, STAGES, ROWS):
     """Return sums of exp(k - mx) and memories y^T (p cos, p sin) of a split; with rotary also those
     of the pairs' second channels. Memories are transposed, so that both sides of a product lie in
     shared memory as they were read. Sums stay spread over the tile's rows until the end."""
@@ -61,7 +61,7 @@ def _collect(k_rows, v_rows, mask, freqs, rate, tops, span, kc, vc, BL, ANGLES, 
     OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     mx, mx2 = tops
-    begin, end, length = span
+    begin, end, length = bounds
     spread = tl.zeros((ROWS, kc.shape[0]), tl.float32)
     spread2 = spread
     acc = tl.zeros((vc.shape[0], HALVES * kc.shape[0]), tl.float32)

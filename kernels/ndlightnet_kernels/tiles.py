@@ -13,7 +13,7 @@ from torch import Tensor
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.position import KINDS, FlatPosition
 
-# Numbers among the arguments of attention kernels: a new one compiles nothing
+# Arguments of attention kernels that are numbers: another value of one compiles nothing
 SIZES = ["length", "span", "n_splits", "segments", "per_segment", "tiles", "window", "chunks", "heads", "per_head"]
 SIZES += [*phases.SIZES, *(f"s{tensor}{axis}" for tensor in "qkvo" for axis in "bth")]
 
@@ -256,8 +256,8 @@ def scratch(like: Tensor, *shape: int) -> Tensor:
 
 
 def theta_grad(x: Tensor, partial: Tensor | None) -> Tensor:
-    """Return the gradient of each head's angles, (heads, slots), from that of all splits, (batch,
-    heads, splits, slots); None: without slots. x: (batch, length, heads, dim)."""
+    """Return the gradient of each head's angles, (heads, slots), from those of splits, tiles or chunks, (batch, heads,
+    number, slots); None: without slots. x: (batch, length, heads, dim)."""
     return scratch(x, x.shape[2], 0) if partial is None else partial.sum((0, 2))
 
 
@@ -297,7 +297,7 @@ def pad(n: int) -> int:
     return max(16, power_of_2(n))
 
 
-def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
+def plan_splits(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
     """Cut `length` tokens so that rows * count is about `programs`: return (count, span)."""
     count = max(1, min(programs // max(1, hint(rows)), cdiv(hint(length), 4 * block)))
     if count == 1:  # a number, also where the length is a symbol: there is nothing to merge
@@ -307,8 +307,8 @@ def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
 
 
 def arguments(position: FlatPosition, vdim: int, **tensors: Tensor) -> dict[str, Any]:
-    """Return the arguments that kernels over tensors (batch, length, heads, channels) share, those
-    named q, k, v, o in the names of strides: strides, sizes, angles, type of products."""
+    """Return the arguments that kernels over tensors (batch, length, heads, channels) share, those named q, k, v, o in
+    the names of strides: strides, sizes, angles, type of products. The first tensor's dtype decides the last two."""
     x = next(iter(tensors.values()))
     _, length, heads, dim = x.shape
     sizes = {"length": length, "heads": heads, "DIM": dim, "VDIM": vdim}

@@ -59,6 +59,8 @@ def attending(u, t, window):
     return (age >= 0) & (age < window)
 
 
+# What a chunk of queries sees, a tuple `view`: its first token, the first token of the chunk in which its window
+# begins, the length of the row, the tokens of a window.
 @triton.jit
 def window_keys(k_rows, mask, u, view, kc):
     """Return the logits of tokens u, -inf where the chunk from `first` on does not attend to them,
@@ -232,13 +234,14 @@ def _window(
 
 # ------------------------------------------------------------------------------------ launches
 def plan(
-    kernel: Any, chosen: Chunks, position: FlatPosition, window: int, k: Tensor, v: Tensor, **others: Tensor
+    kernel: Any, chosen: Chunks, position: FlatPosition, window: int, k: Tensor, v: Tensor, **queries: Tensor
 ) -> tuple[Launch, Launch]:
-    """Return the launches of the plain and of the careful form over chunks. others: q, o = dout."""
+    """Return the launches of the plain and of the careful form over chunks. queries: q, and in
+    the backward o, dout."""
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     chunks = cdiv(length, chosen.chunk)
     sizes = {"window": window, "chunks": chunks, "BK": pad(dim), "BV": pad(vdim), "PLAIN": chosen.chunk}
-    sizes |= arguments(position, vdim, k=k, v=v, **others)
+    sizes |= arguments(position, vdim, k=k, v=v, **queries)
     plain, careful = (
         Launch(
             kernel,

@@ -193,9 +193,10 @@ def _window_dq(
 
 
 @triton.jit
-def _add(p, fg, f, tile, d, d_sin, down, dy, KIND, PRODUCT):
-    """Add what queries with features f give to the gradients of keys and values."""
-    cos_t, sin_t, pair, seen, do, cos, sin = tile
+def _add(p, fg, f, chunk_pair, d, d_sin, down, dy, KIND, PRODUCT):
+    """Add what queries with features f give to the gradients of keys and values. chunk_pair: cos and sin of queries,
+    masked products of values and dout, which queries attend, dout, cos and sin of keys."""
+    cos_t, sin_t, pair, seen, do, cos, sin = chunk_pair
     zero = tl.zeros(p.shape, tl.float32)
     e, e_sin = gather(pair, f, cos_t, sin_t, zero, zero, KIND, PRODUCT)
     d, d_sin = d + e * p, d_sin + e_sin * p
@@ -300,7 +301,7 @@ def _window_dkv(
         pair = tl.where(seen, pair, 0.0).to(OPERAND)
         # a key that no query of the chunk attends to may be far above its anchor
         some = hide(x, valid & (u > at - window))
-        tile = (cos_t, sin_t, pair, seen, do, cos, sin)
+        chunk_pair = (cos_t, sin_t, pair, seen, do, cos, sin)
         decay_exp = None if rate is None else since(rate, u, at, PLAIN)
         if CAREFUL:
             level = tl.where(in_tile, anchor[None, :], float("-inf"))
@@ -311,12 +312,12 @@ def _window_dkv(
                 mine = level == anchor[None, :]
                 level_f = tl.where(mine & in_tile, f, 0.0)
                 p = capped(some, anchor, decay_exp)
-                d, d_sin, down, dy = _add(p, g * level_f, level_f, tile, d, d_sin, down, dy, KIND, PRODUCT)
+                d, d_sin, down, dy = _add(p, g * level_f, level_f, chunk_pair, d, d_sin, down, dy, KIND, PRODUCT)
                 level = tl.where(mine, float("-inf"), level)
                 anchor = tl.max(level, 0)
         else:
             p = powers(some, anchor, OPERAND, decay_exp)
-            d, d_sin, down, dy = _add(p, g * f, f, tile, d, d_sin, down, dy, KIND, PRODUCT)
+            d, d_sin, down, dy = _add(p, g * f, f, chunk_pair, d, d_sin, down, dy, KIND, PRODUCT)
     grad = rope_backward(d, d_sin, cos, sin, KIND) - down
     tl.store(
         dk + dense(b, h, u, kc, length, heads, DIM),

@@ -77,7 +77,7 @@ def out_of_core(o: Namespace) -> Iterator[Run]:
                 for side in (192, 256)
             )
         volume = torch.randn(1, 1, *SHAPE, device="cuda").cpu()  # faster than on the host
-        whole = (large - small) / (256**3 - 192**3) * volume.numel()
+        full_volume = (large - small) / (256**3 - 192**3) * volume.numel()
         for call in ("first", "second"):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -86,7 +86,7 @@ def out_of_core(o: Namespace) -> Iterator[Run]:
                 net.predict_large(volume, then=lambda y: y.argmax(1).byte())
             yield {
                 "row": f"{row}, {call} call",
-                "whole gb": whole / 1e9,
+                "whole gb": full_volume / 1e9,
                 "seconds": time.perf_counter() - start,
                 "card gb": torch.cuda.max_memory_allocated() / 1e9,
                 "host gb": device_memory.process_peak() / 1e9,

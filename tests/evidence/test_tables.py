@@ -20,11 +20,11 @@ def test_columns_are_as_wide_as_their_widest_cell():
 
 def test_means_deviations_and_seeds():
     """Of the known measures; other entries of metrics.json are left out."""
-    other = {"auc": 0.9, "peak_memory_gb": None, "recall": {"a class": 0.5}, "state_size": 256, "top": 1.0}
+    measures = {"auc": 0.9, "peak_memory_gb": None, "recall": {"a class": 0.5}, "state_size": 256, "top": 1.0}
     runs = [
-        run("A", 2, 0.9, mean_hd95_mm=3.0, **other),
-        run("A", 0, 0.5, mean_hd95_mm=float("nan"), **other),
-        run("A", 1, 0.7, mean_hd95_mm=2.0, **other),
+        run("A", 2, 0.9, mean_hd95_mm=3.0, **measures),
+        run("A", 0, 0.5, mean_hd95_mm=float("nan"), **measures),
+        run("A", 1, 0.7, mean_hd95_mm=2.0, **measures),
         run("B", 0, 0.25, mean_hd95_mm=None),
         {"row": "B", "seed": 1, "error": "x"},
         {"row": "C", "seed": 0, "error": "boom"},

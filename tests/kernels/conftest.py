@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items):
     """Where numpy warns (of masked lanes, of exp(6e4) = inf), the interpreter does what a GPU does."""
     for item in items:
         if "tests/kernels/" in item.path.as_posix():
-            item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"))
 
 
 @pytest.fixture

@@ -206,8 +206,8 @@ def test_the_end_of_more_than_two_to_the_31_numbers():
     torch.testing.assert_close(y[-last:], kernels.forward(x[-last:].contiguous(), *weights), rtol=0, atol=0)
     del y
     end = x[-last:].contiguous()
-    dx, *found = kernels.backward(x, x, *weights)
+    dx, *parameter_grads = kernels.backward(x, x, *weights)
     dx_alone, *alone = kernels.backward(end, end, *weights)
     torch.testing.assert_close(dx[-last:], dx_alone, rtol=0, atol=0)
-    for a, b in zip(found, alone, strict=True):  # summed in another order
+    for a, b in zip(parameter_grads, alone, strict=True):  # summed in another order
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())

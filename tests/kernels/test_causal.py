@@ -44,6 +44,12 @@ def test_a_state_carried_from_part_to_part(case):
     check(case, "segments")
 
 
+def test_a_state_does_not_depend_on_the_dtype_of_queries():
+    q, k, v = (torch.randn(1, 20, 1, 5, device=DEVICE) for _ in "qkv")
+    states = [causal_attention(x, k, v, impl="triton")[1] for x in (q, q.to(BRAIN))]
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
 @pytest.mark.parametrize(
     "case", [Case((9,), 5, 3, past=True, heads=1), Case((5,), 16, 16, "cosine", dtype=BRAIN)], ids=str
 )

@@ -64,9 +64,9 @@ def test_values_and_gradients(case):
 @pytest.mark.parametrize("offset", [None, (7, 100_000)])
 def test_frames_in_groups_lie_where_they_do_at_once(offset):
     """In tensors of one dtype too: small frames, in groups, run the programs of large ones."""
-    whole = relative(Position(torch.rand(2, 6), (5, 3), offset=offset))
-    at_once = _triton.of_frames(whole, 2, 5).offset.unflatten(0, (2, 5))
-    group = _triton.of_frames(frames._frames_from(whole, 2, 3), 2, 3).offset.unflatten(0, (2, 3))
+    position = relative(Position(torch.rand(2, 6), (5, 3), offset=offset))
+    at_once = _triton.of_frames(position, 2, 5).offset.unflatten(0, (2, 5))
+    group = _triton.of_frames(frames._frames_from(position, 2, 3), 2, 3).offset.unflatten(0, (2, 3))
     torch.testing.assert_close(group, at_once[:, 2:], rtol=0, atol=0)
 
 
@@ -118,10 +118,10 @@ def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads):
     assert frames.states_outweigh_tokens(*leaves[1:3], None, 2)
     grouped = ours(problem, "frames", "triton")
     monkeypatch.setattr(frames, "states_outweigh_tokens", lambda *_: False)
-    whole = ours(problem, "frames", "triton")
-    for name, x in whole.items():
+    at_once = ours(problem, "frames", "triton")
+    for name, x in at_once.items():
         close(grouped[name].detach(), x.detach(), 1e-6)
-    close_grads(grouped["out"], whole["out"], leaves, 2e-6)
+    close_grads(grouped["out"], at_once["out"], leaves, 2e-6)
 
 
 @pytest.mark.slow
@@ -166,12 +166,12 @@ def test_chunks_are_the_whole(close, case, chunks):
     options = {"window": case.window, "forget": 0.2, "impl": "triton"}
     for n in chunks:
         rows, start = slice(tokens * at, tokens * (at + n)), (place.offset[0] + at, *place.offset[1:])
-        there = place._replace(layout=(n, *case.shape[1:]), offset=start)
-        y, state = axis_causal_attention(q[:, rows], k[:, rows], v[:, rows], n, position=there, state=state, **options)
+        later = place._replace(layout=(n, *case.shape[1:]), offset=start)
+        y, state = axis_causal_attention(q[:, rows], k[:, rows], v[:, rows], n, position=later, state=state, **options)
         out.append(y)
         at += n
-    whole, last = axis_causal_attention(q, k, v, at, position=place, **options)
-    close(torch.cat(out, 1), whole, 2e-6)
+    at_once, last = axis_causal_attention(q, k, v, at, position=place, **options)
+    close(torch.cat(out, 1), at_once, 2e-6)
     for a, b in zip(state, last, strict=True):
         close(a, b, 2e-6)
 

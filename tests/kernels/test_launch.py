@@ -80,6 +80,6 @@ def test_a_length_that_is_a_symbol_is_cut_as_at_its_example(rows, parts):
         torch.empty(1024, 3), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2)
     ).shape[0]
     assert isinstance(length, torch.SymInt)
-    found, span = tiles.split(length, rows, 64, 64)
+    found, span = tiles.plan_splits(length, rows, 64, 64)
     assert isinstance(found, int) == (parts == 1)
-    assert (int(found), int(span)) == tiles.split(1024, rows, 64, 64) == (parts, 1024 // parts)
+    assert (int(found), int(span)) == tiles.plan_splits(1024, rows, 64, 64) == (parts, 1024 // parts)

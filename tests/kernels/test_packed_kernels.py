@@ -103,8 +103,8 @@ class Pack:
                 for j, (ours, theirs, exact) in zip(group, triples, strict=True):
                     assert ours.isfinite().all() and ours.dtype == theirs.dtype, (j, rows)
                     lost = torch.finfo(ours.dtype).eps + 2 * self.layout.length**0.5 * torch.finfo(FULL).eps
-                    error, other = ((x.double() - exact).abs().max() for x in (ours, theirs))
-                    assert error <= 2 * other + lost * scale, f"{j}, {rows}: {error}, {other}"
+                    error, bound = ((x.double() - exact).abs().max() for x in (ours, theirs))
+                    assert error <= 2 * bound + lost * scale, f"{j}, {rows}: {error}, {bound}"
 
 
 def check_attention(impl, shapes, masked, kind, up=(), bad=None, dtype=FULL, heads=2, dims=(6, 5)):
@@ -146,7 +146,7 @@ def test_attention(impl):
     ],
 )
 @pytest.mark.parametrize("cut", [False, True])
-def test_attention_of_other_dtypes(monkeypatch, poison, shapes, kind, dtype, masked, cut):
+def test_attention_in_splits(monkeypatch, poison, shapes, kind, dtype, masked, cut):
     if cut:  # into splits, as on a card, where splits are many
         monkeypatch.setattr(plans, "tokens_per_split", lambda *_: 64)
     check_attention("triton", shapes, masked, kind, dtype=dtype)
@@ -154,7 +154,7 @@ def test_attention_of_other_dtypes(monkeypatch, poison, shapes, kind, dtype, mas
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [None, "cosine", "rotary"])
-def test_full_size(kind):
+def test_full_size(poison, kind):
     check_attention("triton", LARGE, False, kind, dtype=BRAIN, heads=12, dims=(64, 64))
 
 

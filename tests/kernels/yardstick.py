@@ -204,7 +204,7 @@ def compare_with_torch(
     """Error against float64: at most twice torch's in the inputs' precision, and one step of the largest value
     (Triton's interpreter cuts bfloat16 where the GPU rounds). exponent: the largest number whose exponential is
     taken, which float32 rounds at its size."""
-    for name, a, b, c in zip(names, actual, low, exact, strict=False):
+    for name, (a, b, c) in zip(names, zip(actual, low, exact, strict=True), strict=False):
         assert a.shape == b.shape and a.dtype == b.dtype and a.isfinite().all(), name
         steps = 1 + exponent * (a.dtype == torch.float32)
         rounding = steps * torch.finfo(a.dtype).eps * largest(c)

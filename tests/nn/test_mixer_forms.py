@@ -130,8 +130,8 @@ def test_samples_of_a_stream_have_positions_of_their_own(close, name):
     state = tuple(torch.cat(pair) for pair in zip(*each, strict=True))
     state = type(each[0])(*state) if state else ()
     y, _ = m.advance(torch.stack([x[0, 2:7], x[1, 4:]]), state, torch.tensor(starts))
-    whole = m(x, causal=True)
-    close(y, torch.stack([whole[0, 2:7], whole[1, 4:]]), 1e-9)
+    expected = m(x, causal=True)
+    close(y, torch.stack([expected[0, 2:7], expected[1, 4:]]), 1e-9)
 
 
 @pytest.mark.parametrize("name", REMEMBERS)

@@ -59,8 +59,8 @@ def test_the_formula_is_what_autograd_finds(dtype, close):
         for form in (torch.contiguous_format, torch.channels_last):
             inputs = [y.clone() for y in (x, weight, bias, more)]
             inputs[0] = inputs[0].contiguous(memory_format=form)
-            wanted = [inputs[n].requires_grad_() for n in kept]
-            runs.append(torch.autograd.grad(instance_norm_silu(*inputs), wanted, pull))
+            sources = [inputs[n].requires_grad_() for n in kept]
+            runs.append(torch.autograd.grad(instance_norm_silu(*inputs), sources, pull))
         for a, b in zip(*runs, strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape
             close(a, b, max(1e-12, 3 * torch.finfo(dtype).eps))  # three roundings

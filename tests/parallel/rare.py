@@ -36,11 +36,11 @@ def twice() -> dict[str, Any]:
         net: Any = case.make().double().train()
         x = torch.randn(2, *case.shape, dtype=torch.float64, requires_grad=True)
         expected = gradients(net, gradient(net(x).square().sum(), x).square().sum())
-        own = slab(x.detach(), 2 + axis, case.multiple).clone().requires_grad_()
+        slab_x = slab(x.detach(), 2 + axis, case.multiple).clone().requires_grad_()
         with shard_grid(dist.group.WORLD, axis=axis) as grid:
-            y = net(own)
+            y = net(slab_x)
             squares = y.square().sum()
-            dx = gradient(grid.total(squares) if y.ndim > 2 else squares, own) / count
+            dx = gradient(grid.total(squares) if y.ndim > 2 else squares, slab_x) / count
             grads = gradients(net, grid.total(dx.square().sum()))
         errors[f"{name}, axis {axis}"] = {"parameters": gradient_error(grads, expected)}
     return errors
@@ -165,6 +165,6 @@ def refused() -> dict[str, Any]:
     tokens = torch.randn(1, 6 * count, 4, 32)
     with shard_grid(mesh["grid"]):
         messages["one dimension"] = str(tuple(net(even).shape))
-        own = block(slab(tokens, 1))  # a layer by itself
-    messages["a layer"] = error_of(own, slab(block(tokens), 1), own)
+        layer_out = block(slab(tokens, 1))  # a layer by itself
+    messages["a layer"] = error_of(layer_out, slab(block(tokens), 1), layer_out)
     return messages

@@ -115,8 +115,8 @@ def gradients(net: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 def gradient_error(actual: dict[str, Tensor], expected: dict[str, Tensor], mean: bool = True) -> float:
     """Return the largest error relative to the largest gradient: of the mean over the processes, or of each."""
     assert actual.keys() == expected.keys()
-    flat, wanted = (torch.cat([grad.flatten() for grad in grads.values()]) for grads in (actual, expected))
+    flat, exact = (torch.cat([grad.flatten() for grad in grads.values()]) for grads in (actual, expected))
     if mean:
         dist.all_reduce(flat)
         flat = flat / dist.get_world_size()
-    return error_of(flat, wanted, wanted)
+    return error_of(flat, exact, exact)

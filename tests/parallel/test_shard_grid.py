@@ -28,9 +28,9 @@ def results(session: str, job: str, tmp_path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_the_whole(name, session, tmp_path):
     for errors in results(session, "all_cases", tmp_path):
-        own = {label: kinds for label, kinds in errors.items() if label.startswith(f"{name}, axis")}
-        assert len(own) >= (len(CASES[name].axes) if session == "two" else 1)
-        for label, kinds in own.items():
+        cases = {label: kinds for label, kinds in errors.items() if label.startswith(f"{name}, axis")}
+        assert len(cases) >= (len(CASES[name].axes) if session == "two" else 1)
+        for label, kinds in cases.items():
             inputs = set() if CASES[name].words else {"input"}
             assert kinds.keys() == {"output", "parameters"} | inputs
             assert max(kinds.values()) <= BOUNDS[label.rpartition(" ")[2]], (label, kinds)

@@ -64,10 +64,10 @@ def against_whole(
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(y.shape, generator=generator, dtype=dtype).to(device) for y in expected]
     grads = gradients(net, torch.stack([(y * w).sum() for y, w in zip(expected, weights, strict=True)]).sum())
-    own = slab(x.detach(), dim, case.multiple).clone()
-    own.requires_grad_(own.is_floating_point())
+    slab_x = slab(x.detach(), dim, case.multiple).clone()
+    slab_x.requires_grad_(slab_x.is_floating_point())
     with shard_grid(dist.group.WORLD, axis=axis) as grid:
-        actual = outputs(net(own, **slab_masks))
+        actual = outputs(net(slab_x, **slab_masks))
         loss: Any = 0.0
         errors = {"output": 0.0}
         for y, z, w in zip(expected, actual, weights, strict=True):
@@ -78,17 +78,17 @@ def against_whole(
             errors["output"] = max(errors["output"], error_of(z, y, y))
             loss = loss + (grid.total((z * w).sum()) if per_cell else (z * w).sum())
     errors["parameters"] = gradient_error(gradients(net, loss), grads)  # also outside of it
-    if own.requires_grad:
-        assert x.grad is not None and own.grad is not None
-        grad = own.grad / dist.get_world_size()
+    if slab_x.requires_grad:
+        assert x.grad is not None and slab_x.grad is not None
+        grad = slab_x.grad / dist.get_world_size()
         errors["input"] = error_of(grad, slab(x.grad, dim, case.multiple), x.grad)
     return errors
 
 
 def _sizes(x: Tensor, dim: int) -> list[int]:
-    own = torch.tensor([x.shape[dim]], device=x.device)
-    sizes = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, own)
+    size = torch.tensor([x.shape[dim]], device=x.device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
     return [int(n) for n in sizes]
 
 
@@ -172,10 +172,10 @@ def beside() -> dict[str, Any]:
             for block in net.blocks:
                 fully_shard(block)
             fully_shard(net)
-        own = slice(mesh.get_local_rank("data"), mesh.get_local_rank("data") + 1)
+        row = slice(mesh.get_local_rank("data"), mesh.get_local_rank("data") + 1)
         with shard_grid(mesh["grid"]) as grid:
-            logits = model(grid.slab(x[own], 2))
-        grads = gradients(net, nn.functional.cross_entropy(logits, label[own]))
+            logits = model(grid.slab(x[row], 2))
+        grads = gradients(net, nn.functional.cross_entropy(logits, label[row]))
         grads = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
         errors[kind] = {"parameters": gradient_error(grads, expected, mean=False)}
     return errors

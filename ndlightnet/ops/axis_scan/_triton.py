@@ -43,13 +43,15 @@ def _tables(table: Tensor | None, groups: Sequence[int]) -> list[tuple[int, int,
 def _forward(*inputs: Any) -> Tensor:
     from ndlightnet_kernels import axis_scan
 
-    return axis_scan.forward(*inputs[:-2], _tables(*inputs[-2:]))  # type: ignore[call-arg]
+    arguments = (*inputs[:-2], _tables(*inputs[-2:]))
+    return axis_scan.forward(*arguments)
 
 
 def _backward(*inputs: Any) -> Any:
     from ndlightnet_kernels import axis_scan
 
-    return axis_scan.backward(*inputs[:-2], _tables(*inputs[-2:]))  # type: ignore[call-arg]
+    arguments = (*inputs[:-2], _tables(*inputs[-2:]))
+    return axis_scan.backward(*arguments)
 
 
 def _limits(x: Tensor, *_: Any, **__: Any) -> str:

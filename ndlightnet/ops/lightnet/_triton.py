@@ -169,10 +169,10 @@ def _summarize(k: Tensor, v: Tensor, mask: Tensor | None, *fields: Any) -> Any:
 def _summarize_backward(*inputs: Any) -> Any:
     from ndlightnet_kernels import attention_backward as kernels
 
-    *tensors, learn = inputs[:-FIELDS]
+    k, v, mask, top, dtotal, dmemory, learn = inputs[:-FIELDS]
     position = FlatPosition(*inputs[-FIELDS:])
-    *grads, dtheta = kernels.summarize_backward(*tensors, position, learn)  # type: ignore[call-arg]
-    return *grads, _theta_gradient(dtheta, position.theta, learn)
+    dk, dv, dtheta = kernels.summarize_backward(k, v, mask, top, dtotal, dmemory, position, learn)
+    return dk, dv, _theta_gradient(dtheta, position.theta, learn)
 
 
 summarize = Operator(
@@ -199,10 +199,10 @@ def _read(q: Tensor, total: Tensor, memory: Tensor, *fields: Any) -> Tensor:
 def _read_backward(*inputs: Any) -> Any:
     from ndlightnet_kernels import attention_backward as kernels
 
-    *tensors, learn = inputs[:-FIELDS]
+    q, total, memory, dout, learn = inputs[:-FIELDS]
     position = FlatPosition(*inputs[-FIELDS:])
-    *grads, dtheta = kernels.read_backward(*tensors, position, learn)  # type: ignore[call-arg]
-    return *grads, _theta_gradient(dtheta, position.theta, learn)
+    dq, dtotal, dmemory, dtheta = kernels.read_backward(q, total, memory, dout, position, learn)
+    return dq, dtotal, dmemory, _theta_gradient(dtheta, position.theta, learn)
 
 
 read = Operator(

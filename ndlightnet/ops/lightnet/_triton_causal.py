@@ -90,7 +90,13 @@ causal_operator = Operator(
 
 
 def causal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, forget: Any, state: State | None, position: FlatPosition
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    forget: Tensor | None,
+    state: State | None,
+    position: FlatPosition,
 ) -> tuple[Tensor, State]:
     """Run the operator. Heads too wide for a program go in blocks of key channels, which add up.
     forget: decay rates (heads,) float32."""
