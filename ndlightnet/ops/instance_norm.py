@@ -200,8 +200,10 @@ def by_autograd(
     return [grad if want else None for grad, want in zip(computed, wants, strict=True)]
 
 
-def _overwrite(x: Tensor, *inputs: Any) -> None:
-    kernel("instance_norm", "instance_norm_silu", out=x)(x, *inputs)
+def _overwrite(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float) -> None:
+    from ndlightnet_kernels import instance_norm as kernels
+
+    kernels.instance_norm_silu(x, weight, bias, residual, eps, out=x)
 
 
 def _fake(x: Tensor, *_: Any) -> Any:
@@ -258,13 +260,15 @@ class _SlabKernels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        out, mean, rstd = _slab_by_kernels(*inputs[:5], layout=inputs[5], statistics=inputs[6])
+        out, mean, rstd = _slab_by_kernels(*inputs)
         ctx.save_for_backward(*inputs[:4], mean, rstd)
         ctx.eps, ctx.layout, _ = inputs[4:]
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        from ndlightnet_kernels import instance_norm as kernels
+
         saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
         layout, cells = ctx.layout, math.prod(saved[0].shape[2:])
         if torch.is_grad_enabled():  # for a second derivative
@@ -274,20 +278,27 @@ class _SlabKernels(torch.autograd.Function):
         def of_sample(sums: Tensor) -> Tensor:
             return layout.total(sums) * (cells / layout.whole.length)
 
-        grads = kernel("instance_norm", "instance_norm_silu_backward")(dout, *saved, of_sample)
+        inputs: tuple[Any, ...] = (dout, *saved, of_sample)
+        grads = kernels.instance_norm_silu_backward(*inputs)
         return *grads, None, None, None
 
 
 def _slab_by_kernels(
-    x: Tensor, *inputs: Any, layout: Layout, statistics: Statistics, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    layout: Layout,
+    statistics: Statistics,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result, which may be written to `out`, and mean and 1 / deviation of the sample."""
+    from ndlightnet_kernels import instance_norm as kernels
 
     def of_sample(mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
         if not statistics:
             statistics.append(_sample_statistics(mean, squares, math.prod(x.shape[2:]), layout))
         return statistics[0]
 
-    run = kernel("instance_norm", "instance_norm_silu", out=out, of_whole=of_sample)
-    result: tuple[Tensor, Tensor, Tensor] = run(x, *inputs)
-    return result
+    return kernels.instance_norm_silu(x, weight, bias, residual, eps, out=out, of_whole=of_sample)

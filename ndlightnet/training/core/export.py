@@ -125,10 +125,16 @@ def _dynamic(x: Tensor) -> tuple[dict[int, Any]]:
 # --------------------------------------------------------------------------------------- files
 def write_onnx(net: nn.Module, path: Path) -> None:
     x = example(net, 0, 2)
-    names: Any = {"input_names": ["input"], "output_names": ["output"]}
-    # optimize takes as long as all the rest, and runtimes optimise when they load
-    options: Any = {"dynamo": True, "dynamic_shapes": _dynamic(x), "verbose": False, "optimize": False}
-    program = torch.onnx.export(net, (x,), **names, **options)
+    program = torch.onnx.export(
+        net,
+        (x,),
+        dynamo=True,
+        dynamic_shapes=_dynamic(x),
+        input_names=["input"],
+        output_names=["output"],
+        verbose=False,
+        optimize=False,  # it takes as long as all the rest, and runtimes optimise when they load
+    )
     assert program is not None
     numbers = sum(p.numel() * p.element_size() for p in net.parameters())
     with writable(path):
