@@ -21,7 +21,7 @@ from ndlightnet.models.large import Large
 from ndlightnet.models.stream import Stream, StreamState
 from ndlightnet.nn.block import Block, init_network, init_weights
 from ndlightnet.nn.embedding import Embedding, PatchEmbed, Patchify
-from ndlightnet.nn.initial import Device
+from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.position import MDTPE
@@ -547,7 +547,7 @@ class NDLightNet(Pretrained, Large):
         tokens, frames = state.tokens + layout.whole.length, state.frames + x.shape[1]
         return x, state._replace(frames=frames, tpe=tpe, layers=tuple(layers), total=total, tokens=tokens)
 
-    def frame_states(self, batch: int, space: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    def frame_states(self, batch: int, space: Space, device: torch.device) -> dict[str, Any]:
         """Return what of a stream's state depends on a frame's shape, before the first frame."""
         tpe = None if self.tpe is None else self.tpe.init_state(batch, space, device)
         return {"tpe": tpe, "layers": tuple(block.init_state(batch, device, space) for block in self.blocks)}

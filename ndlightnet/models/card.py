@@ -38,22 +38,33 @@ model = {network}.from_pretrained("{source}")
 
 
 def model_card(
-    network: str, repo_id: str | None, card_data: Any, data: Sequence[str], metrics: Mapping[str, float], **header: Any
+    network: str,
+    repo_id: str | None,
+    card_data: Any,
+    data: Sequence[str],
+    metrics: Mapping[str, float],
+    *,
+    license: str | None,
+    tags: Sequence[str],
+    pipeline_tag: str | None,
 ) -> str:
     """Return the card of a network of this class in Markdown. card_data: the class ModelCardData of huggingface_hub;
-    header: license, tags and pipeline_tag; these and the other arguments are those of `save_pretrained`."""
-    tags = [*TAGS, *(tag for tag in header.pop("tags") if tag not in TAGS)]
-    names = [name for name in data if re.fullmatch(NAME, name)]
-    card = card_data(
-        library_name="ndlightnet", tags=tags, datasets=names or None, metrics=list(metrics) or None, **header
+    the other arguments are those of `save_pretrained`."""
+    header = card_data(
+        library_name="ndlightnet",
+        tags=[*TAGS, *(tag for tag in tags if tag not in TAGS)],
+        license=license,
+        pipeline_tag=pipeline_tag,
+        datasets=[name for name in data if re.fullmatch(NAME, name)] or None,
+        metrics=list(metrics) or None,
     )
     rows = ["| metric | value |", "|---|---|", *(f"| {key} | {value:g} |" for key, value in metrics.items())]
     return TEXT.format(
-        header=card.to_yaml(),
+        header=header.to_yaml(),
         title=(repo_id or network).split("/")[-1],
         network=network,
         source=repo_id or "FOLDER",
         data=", ".join(data) or "Not stated.",
         results="\n".join(rows) if metrics else "Not stated.",
-        license=header["license"] or "Not stated.",
+        license=license or "Not stated.",
     )

@@ -1,4 +1,4 @@
-"""Networks that know their arguments, in a form that JSON holds."""
+"""Base of networks: arguments that JSON holds, other libraries' names for them, initial values, weight decay."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Config(dict[str, Any]):
 
 
 class Configured(Initialized):
-    """Base class of networks that know their arguments. Constructors have the decorator
-    `recorded`; those of subclasses are recorded without it."""
+    """Base class of networks that know their arguments, can be initialised again and say what weight decay leaves
+    alone. Constructors have the decorator `recorded`; those of subclasses are recorded without it."""
 
     # what other changes of a network leave as it is, see `record`
     usual: ClassVar[dict[str, Any]] = {}

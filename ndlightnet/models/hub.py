@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from ndlightnet.models.card import model_card
 from ndlightnet.models.config import SAME, Configured
 from ndlightnet.models.weights import adapt_in_chans, load_weights, read_checkpoint
+from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers.names import customs
 from ndlightnet.version import __version__
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 CLASS, VERSION = "_class_name", "_ndlightnet_version"  # beside the arguments in config.json
-Device = torch.device | str | None
 Net = TypeVar("Net", bound="Pretrained")
 
 
@@ -86,9 +86,16 @@ class Pretrained(Configured):
         _write(folder / WEIGHTS, lambda draft: save(weights, str(draft), {"format": "pt"}))
         _write(folder / CONFIG, lambda draft: draft.write_text(text, "utf-8"))
         if license or data or metrics or tags or repo_id or not (folder / CARD).exists():
-            header = {"license": license, "tags": tags, "pipeline_tag": pipeline_tag or self.pipeline_tag}
-            sets = [data] if isinstance(data, str) else data or ()
-            card = model_card(type(self).__name__, repo_id, card_data, sets, metrics or {}, **header)
+            card = model_card(
+                type(self).__name__,
+                repo_id,
+                card_data,
+                [data] if isinstance(data, str) else data or (),
+                metrics or {},
+                license=license,
+                tags=tags,
+                pipeline_tag=pipeline_tag or self.pipeline_tag,
+            )
             _write(folder / CARD, lambda draft: draft.write_text(card, "utf-8"))
         return folder
 
@@ -154,13 +161,17 @@ class Pretrained(Configured):
             if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
                 raise FileNotFoundError(f"{name}: no such folder, and no name of a repository")
             download = _needed("huggingface_hub").snapshot_download
-            options: dict[str, Any] = {
-                "token": token,
-                "local_files_only": local_files_only,
-                "force_download": force_download,
-            }
-            options |= {"revision": revision, "cache_dir": cache_dir, "allow_patterns": [CONFIG, WEIGHTS]}
-            folder = Path(download(str(name), **options))
+            folder = Path(
+                download(
+                    str(name),
+                    revision=revision,
+                    token=token,
+                    cache_dir=cache_dir,
+                    local_files_only=local_files_only,
+                    force_download=force_download,
+                    allow_patterns=[CONFIG, WEIGHTS],
+                )
+            )
         for file in (CONFIG, WEIGHTS):
             if not (folder / file).is_file():
                 raise FileNotFoundError(f"{name}: has no {file}, expected one of save_pretrained")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from ndlightnet.models.cuda_graphs import Graphs, clone
+from ndlightnet.nn.initial import Space
 from ndlightnet.ops.dtypes import check_tensors
 from ndlightnet.parallel import is_sharded
 
@@ -21,7 +22,7 @@ class StreamState(NamedTuple):
     frames: Tensor  # (batch,) int64: frames of tokens so far
     waiting: int  # frames of cells that wait for their patch to fill
     cells: Tensor | None  # (batch, channels, patch - 1, *space), the waiting ones first
-    space: tuple[int, ...] | None  # shape of a frame of tokens, None before the first one
+    space: Space | None  # shape of a frame of tokens, None before the first one
     tpe: Tensor | None  # (batch, *space, embed_dim, states), None before the first frame
     layers: tuple[Any, ...]  # state of each mixer, such as an attention State
     total: Tensor  # (batch, embed_dim): sum of all features so far

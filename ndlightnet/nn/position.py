@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,8 +116,17 @@ class MDTPE(Initialized):
         grid = layout or layout_of_tokens(x)
         with exact(x):
             (coef, log_decay), reverse = self.weights()
-            options: Any = {"layout": grid, "residual": True, "dtype": dtype, "impl": self.impl}
-            y = axis_scan(grid.tokens(x), coef, log_decay, reverse, grid.flatten_mask(mask), **options)
+            y = axis_scan(
+                grid.tokens(x),
+                coef,
+                log_decay,
+                reverse,
+                grid.flatten_mask(mask),
+                layout=grid,
+                residual=True,
+                dtype=dtype,
+                impl=self.impl,
+            )
         return y.reshape(x.shape)
 
     def implementation(self, x: Tensor, layout: Layout | None = None, dtype: torch.dtype | None = None) -> str:
@@ -154,7 +162,6 @@ class MDTPE(Initialized):
             if grid.ndim > 1:
                 back = None if reverse is None else (reverse[0][1:], reverse[1][1:])
                 frame, within = x.flatten(0, 1), grid.frame()
-                across: Any = {"layout": within, "impl": self.impl}
-                y = axis_scan(within.flatten(frame), coef[1:], log_decay[1:], back, None, **across)
+                y = axis_scan(within.flatten(frame), coef[1:], log_decay[1:], back, layout=within, impl=self.impl)
                 out = out + y.view_as(x)
         return out, after.view_as(state)

@@ -154,7 +154,8 @@ class KimiDeltaAttention(GatedDeltaNet):
 
     def make_projections(self) -> tuple[nn.Module, nn.Module, int]:
         dim, rank = self.dim, self.value_dim
-        maps = [
-            nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=bias)) for bias in (False, True)
-        ]
-        return *maps, rank  # type: ignore[return-value]
+
+        def low_rank(bias: bool) -> nn.Sequential:
+            return nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=bias))
+
+        return low_rank(False), low_rank(True), rank

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -30,14 +30,16 @@ class LocalMixer(StreamingMixer):
     """Base class of mixers with a local branch: x + local x enters the mixer, local values are added
     to what its output map reads, or both. Constructors call `make_branch`."""
 
+    places: ClassVar[tuple[Where | None, ...]] = (*get_args(Where), None)  # values of `local`
     local_values: LocalMixing | None
     local_input: LocalMixing | None
 
     def make_branch(self, local: Where | None, dims: int | None, widths: tuple[int, int], *options: Any) -> None:
         """Make the convolutions on `dims` axes (None: none), of the widths of the input and of the values. options:
         radius, dense and impl of LocalMixing."""
-        if local is not None and local not in get_args(Where):
-            raise ValueError(f"local={local!r}: expected 'values', 'input', 'both' or None")
+        if local not in self.places:
+            *others, last = map(repr, self.places)
+            raise ValueError(f"local={local!r}: expected {', '.join(others)} or {last}")
 
         def convolution(width: int, *kinds: Where) -> LocalMixing | None:
             return None if dims is None or local not in kinds else LocalMixing(dims, width, *options)
@@ -107,6 +109,7 @@ class WithLocal(LocalMixer):
     """
 
     ragged, mergeable = True, True
+    places = get_args(Where)
 
     def __init__(
         self,
@@ -122,8 +125,6 @@ class WithLocal(LocalMixer):
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        if local not in get_args(Where):
-            raise ValueError(f"local={local!r}: expected 'values', 'input' or 'both'")
         if dims is None:
             raise ValueError("dims=None: expected the number of axes, which networks give")
         inner = build_mixer(mixer, dim, dims=dims, layer=layer or 0, causal=causal)
