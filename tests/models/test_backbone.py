@@ -51,6 +51,7 @@ def test_any_number_of_axes_trains_every_parameter(dims, patch_size, causal):
     x = x.to("meta")
     for out in (shapes(x), shapes(x, x[:, 0] > 0), shapes(shapes.pack(list(x)))):
         assert out.is_meta and out.shape == (2, 5)
+        out.sum().backward()
     if patch_size is None:  # about 256 cells
         assert model.embed.patch == ((256, 16, 6, 4, 3)[dims - 1],) * dims
         return
@@ -89,6 +90,10 @@ def test_padded_samples_get_what_they_get_alone(close, dims, causal):
     close(model.forward_head(features, mask=mask), y, 1e-6)
     none = model(x[:1], mask[:1] & False)
     assert none.isfinite().all()
+
+
+def test_the_papers_position_code_scans_forward_only():
+    assert [len(tiny(2, tpe_bidirectional=way).tpe.coef) for way in (False, None)] == [2, 4]
 
 
 def test_head_is_the_mean_over_tokens(close):

@@ -45,8 +45,9 @@ def test_config_makes_the_same_network(name):
     net = NDLightNet(2, 1, patch_size=(2, 3), mixer=first, **SMALL)
     assert net.config["patch_size"] == [2, 3] and net.config["tpe_states"] == 4
     x = torch.randn(2, 1, 7, 8)
-    for options in (net.config, *({**net.config, "mixer": form} for form in forms)):
-        again = NDLightNet(**through_json(options) if options is net.config else options)
+    config = through_json(net.config)
+    for mixer in (config["mixer"], *forms):
+        again = NDLightNet(**{**config, "mixer": mixer})
         same(net, again, x)
         one = isinstance(again.config["mixer"], list) and name == "class"  # a list of the same mixer
         assert one or again.config == net.config
@@ -128,6 +129,8 @@ def test_subclasses_know_their_own():
     wide = Wide(2, 4, depth=1, mixer="TNL", num_classes=3)
     assert list(wide.config) == ["dims", "width", "depth", "mixer", "num_classes"]
     same(wide, Wide(**through_json(wide.config)), torch.randn(1, 3, 16, 16))
+    wide.set_input_size(patch_size=4)
+    assert wide.config["patch_size"] == [4, 4]
     passed = PassesOn(2, 1, scale=2.0, **SMALL)
     assert passed.config == {"dims": 2, "in_chans": 1, "scale": 2.0, **SMALL}
     same(passed, PassesOn(**through_json(passed.config)), torch.randn(1, 1, 16, 16))

@@ -1,5 +1,6 @@
 """What networks, mixers and operators refuse, each in one line with the argument, its value and what was expected."""
 
+import re
 import warnings
 from functools import partial
 
@@ -30,7 +31,10 @@ ARGUMENTS = [
         for name in ("embed_dim", "depth", "vocab_size")
         for value in (4.0, 0, "4")
     ),
-    *((image, {"patch_size": value}, r"patch_size=.*: expected an int >= 1") for value in (4.0, 0, "4", (2, 2, 2))),
+    *(
+        (image, {"patch_size": value}, f"^patch_size={re.escape(repr(value))}: expected an int >= 1")
+        for value in (4.0, 0, "4", (2, 2, 2))
+    ),
     (words, {"dims": 2}, "dims=2 with vocab_size=5: expected dims=1"),
     (words, {"causal": True, "tpe_bidirectional": True}, "tpe_bidirectional=True with causal=True"),
     (image, {"mixer": SoftmaxAttention(16)}, r"mixer=SoftmaxAttention\(\.\.\.\): expected"),
@@ -232,3 +236,7 @@ def test_an_input_without_cells(make, shape):
         net(zeros(*shape, dtype=dtype))
     no_samples = (0, *[size or 8 for size in shape[1:]])
     assert len(net.eval()(zeros(*no_samples, dtype=dtype))) == 0
+
+
+def test_a_language_model_takes_a_text_of_no_words():
+    assert words(causal=True)(zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 5)

@@ -27,6 +27,7 @@ def test_any_size_keeps_its_size_and_every_parameter_trains(dims, separable, clo
     model = tiny(dims, separable)
     shapes = tiny(dims, separable, device="meta")(torch.empty(2, 2, *[9] * dims, device="meta"))
     assert shapes.is_meta and shapes.shape == (2, 3, *[9] * dims)
+    shapes.sum().backward()
     for space in ((1,) * dims, (2,) * dims, (1, 2, 3, 1, 2)[:dims], (8,) * dims, SPACES[dims]):
         x = torch.randn(2, 2, *space)
         y = model(x)
@@ -175,6 +176,7 @@ def test_the_default_size():
     assert is_hybrid(3) and is_hybrid(3, strides=[2, 2])
     levels = {"strides": [2]}, {"widths": [4, 8, 8, 8]}, {"depths": [0, 0, 1, 1]}, {"separable": True}
     assert not any([is_hybrid(2), is_hybrid(4), *(is_hybrid(3, **options) for options in levels)])
+    assert NDLightUNet(2, device="meta").widths == NDLightUNet(2, size="M", device="meta").widths
 
 
 @pytest.mark.parametrize("dims, separable", [(1, False), (2, False), (3, False), (4, True)])
@@ -288,6 +290,11 @@ def test_decode_of_encode_is_forward(make, space):
     for maps in (features, tuple(features), copies):
         assert torch.equal(net.decode(maps), expected)
     assert len(features) == 3 and all(map(torch.equal, features, copies))
+
+
+def test_gradients_pass_through_both(close_grads):
+    net, x = tiny(2), torch.randn(2, 2, 9, 14)
+    close_grads(net.decode(net.encode(x)), net(x), list(net.parameters()), 1e-5)
 
 
 def test_feature_maps_of_another_shape_are_named():

@@ -55,7 +55,8 @@ def test_cross_form_reads_a_source_on_another_grid(close, shape, lrpe):
 
 
 REFUSED = {  # options of the layer, of its call: the message
-    "radius": ({"dims": 2, "radius": 1.5}, {}, r"radius=1.5: expected an int >= 1"),
+    "radius": ({"dims": 2, "radius": 0}, {}, r"radius=0: expected an int >= 1"),
+    "radius that is no int": ({"dims": 2, "radius": 1.5}, {}, r"radius=1.5: expected an int >= 1"),
     "window": ({"window": 0}, {}, r"window=0: expected an int, 1 or more"),
     "window of floats": ({"window": 1.5}, {}, r"window=1.5: expected an int, 1 or more"),
     "forget": ({"forget": -1}, {}, r"forget=-1: expected a finite number"),

@@ -123,8 +123,8 @@ def test_pieces_hand_over_their_state(close, name, shape):
 @pytest.mark.parametrize("name", REMEMBERS)
 def test_samples_of_a_stream_have_positions_of_their_own(close, name):
     """One after two frames, the other after four; windows are shorter than that, and longer."""
-    window = {"window": (3, 2)} if name in ("LAVO", "WindowAttention") else {}
-    m, x = build(name, **window).double(), torch.randn(2, 9, 3, 16).double()
+    options = {"LAVO": {"window": (3, 2)}, "WindowAttention": {"window": (3, 2), "rotary": True}}.get(name, {})
+    m, x = build(name, **options).double(), torch.randn(2, 9, 3, 16).double()
     starts = (2, 4)
     each = [m.advance(x[i : i + 1, :f], m.init_state(1, space=(3,)), 0)[1] for i, f in enumerate(starts)]
     state = tuple(torch.cat(pair) for pair in zip(*each, strict=True))

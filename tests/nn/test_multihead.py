@@ -171,9 +171,9 @@ def swapped(module):
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_swapped_into_an_existing_encoder(close, batch_first, kind):
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_swapped_into_an_existing_encoder(close, norm_first, batch_first, kind):
     """As constructed, with torch's attention, it makes nested tensors of padding in eval."""
-    norm_first = batch_first and kind == torch.float32
     layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=batch_first, norm_first=norm_first)
     encoder = swapped(nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first))
     assert encoder.use_nested_tensor == (batch_first and not norm_first)
@@ -270,7 +270,15 @@ def test_wrong_shapes(args, options, message):
         m(*args, **options)
 
 
-@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"num_heads": 3}, {"kdim": 0}])
-def test_wrong_arguments(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}.*expected"):
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"add_bias_kv": True}, "add_bias_kv .*: expected False"),
+        ({"add_zero_attn": True}, "add_zero_attn .*: expected False"),
+        ({"num_heads": 3}, "^num_heads=3: expected a divisor of embed_dim=16"),
+        ({"kdim": 0}, "^kdim=0: expected an int >= 1"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
         MultiheadAttention(16, **{"num_heads": 4, **options})

@@ -1,5 +1,7 @@
 """Which parameters weight decay leaves alone."""
 
+import copy
+
 import pytest
 
 from ndlightnet import NDLightNet
@@ -35,3 +37,15 @@ def test_a_mixer_says_which_of_its_parameters_do_not_decay(name):
     assert expected <= {key for key, _ in net.named_parameters()}
     plain = {id(p) for p in decayed_groups(net, 0.1)[1]["params"]}
     assert all(id(p) in plain for key, p in net.named_parameters() if key in expected)
+
+
+def test_copies_and_loaded_networks_still_say_so():
+    def groups(net: NDLightNet) -> list[list[str]]:
+        names = {id(p): key for key, p in net.named_parameters()}
+        return [[names[id(p)] for p in group["params"]] for group in decayed_groups(net, 0.1)]
+
+    net = network("S4")
+    loaded = copy.deepcopy(net).to("meta")
+    loaded.load_state_dict(net.state_dict(), assign=True)
+    for other in (copy.deepcopy(net), copy.deepcopy(net).to("meta"), loaded):
+        assert groups(other) == groups(net)

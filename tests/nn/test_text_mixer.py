@@ -1,4 +1,4 @@
-"""The mixers of a language model: which layer has which. tests/models/test_stream.py streams and packs them."""
+"""The mixers of a language model: which layer has which, and packs. tests/models/test_stream.py streams them."""
 
 from functools import partial
 
@@ -26,3 +26,10 @@ def test_a_rate_for_each_head(dim):
 def test_it_is_causal():
     with pytest.raises(ValueError, match="causal=False with text_mixer"):
         NDLightNet(1, vocab_size=20, embed_dim=32, depth=1, mixer=partial(text_mixer, window=5))
+
+
+def test_pack_as_alone(close):
+    net = NDLightNet(1, vocab_size=20, embed_dim=128, depth=3, causal=True, mixer=partial(text_mixer, window=5))
+    net = net.double().eval()
+    texts = [torch.randint(20, (n,)) for n in (3, 12, 7)]
+    close(net(net.pack(texts)), torch.cat([net(text[None])[0] for text in texts]), 1e-10)

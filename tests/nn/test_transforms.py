@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
 from ndlightnet import MultiheadAttention, NDLightNet, NDLightUNet, mixers
@@ -126,6 +127,14 @@ def test_second_derivatives(name):
     # a central difference is off by step^2 times a third derivative, and by roundings / step
     assert (second - torch.stack(expected)).abs().max() < 1e-7 * (1 + second.abs().max())
     assert second.abs().max() > 1e-4
+
+
+def test_dual_numbers_without_torch_func():
+    m = build_mixer(mixers.LightNetAttention, 16, dims=1, layer=0, causal=True).double()
+    x, t = torch.randn(2, 1, 9, 16).double()
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(m(forward_ad.make_dual(x, t), causal=True)).tangent
+    assert (tangent - jvp(lambda x: m(x, causal=True), (x,), (t,))[1]).abs().max() < BEYOND
 
 
 def test_kernels_are_refused():
