@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.packing import TokenBudgetSampler
@@ -59,6 +60,12 @@ def test_batches_of_so_many_tokens_that_are_told_the_epoch_late(workers):
     first, iterator = list(sampler), iter(loader)
     sampler.set_epoch(3)
     assert [batch.tolist() for batch in iterator] == list(sampler) != first
+
+
+def test_lightning_tells_the_sampler_of_batches_the_epoch():
+    sampler = TokenBudgetSampler([1, 2], 4)
+    _set_sampler_epoch(DataLoader(torch.arange(2), batch_sampler=sampler), 3)
+    assert sampler.epoch == 3
 
 
 @pytest.mark.parametrize("count, size, batches", [(5, 2, 2), (10, 3, 3), (5, 8, 1)])

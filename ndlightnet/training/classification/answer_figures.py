@@ -142,7 +142,6 @@ def save_gallery(
     the worst answer (n, classes) to the best: the first has the lowest probability of its truth, or without labels
     of its answer. A caption is the answer with its probability."""
     truth = probabilities.argmax(1) if labels is None else labels
-    captions = answer_captions(probabilities, truth, names, "\n")
     each = max(1, math.comb(image(0).ndim - 1, 2))  # a line has one, too
     rows = worst_to_best(probabilities.gather(1, truth[:, None])[:, 0], max(4, VIEWS // each))
     columns = max(1, 9 // each)
@@ -151,22 +150,19 @@ def save_gallery(
     for axis in axes.flat:
         axis.axis("off")
     for axis, row in zip(axes.flat, rows, strict=False):
-        cells, (caption, right) = image(row), captions[row]
+        cells, (caption, right) = image(row), answer_caption(probabilities[row], int(truth[row]), names, "\n")
         view = cells.permute(1, 2, 0).numpy() if len(cells) == 3 else projections(cells[0])
         axis.imshow(view, cmap="gray", vmin=0, vmax=1)
         axis.set_title(caption, fontsize=6, color="black" if labels is None else RIGHT if right else WRONG)
     save_figure(figure, path)
 
 
-def answer_captions(probs: Tensor, truth: Tensor, names: Sequence[str], before: str = ", ") -> list[tuple[str, bool]]:
-    """Return of each sample the answer with its probability, and after `before` the truth if it is another class;
-    and whether the answer is right. probs: (samples, classes), truth: (samples,)."""
-    captions = []
-    for row, label in zip(probs, truth.tolist(), strict=True):
-        answer = int(row.argmax())
-        caption = f"{names[answer]} {row[answer]:.2f}" + ("" if answer == label else f"{before}not {names[label]}")
-        captions.append((caption, answer == label))
-    return captions
+def answer_caption(probs: Tensor, label: int, names: Sequence[str], separator: str = ", ") -> tuple[str, bool]:
+    """Return the answer with its probability and, if it is wrong, the truth after `separator`; and whether it is
+    right. probs: (classes,)."""
+    answer = int(probs.argmax())
+    caption = f"{names[answer]} {probs[answer]:.2f}"
+    return (caption, True) if answer == label else (f"{caption}{separator}not {names[label]}", False)
 
 
 # ------------------------------------------------------------------------------- what decided them

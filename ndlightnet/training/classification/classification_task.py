@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, printable
 from ndlightnet.training.classification.answer_figures import (
-    answer_captions,
+    answer_caption,
     save_attributions,
     save_confusion,
     save_curves,
@@ -87,8 +87,8 @@ class ClassificationTask(Task, ABC):
         probabilities = torch.stack([row for row, _ in tested.values()])
         labels = torch.tensor([label for _, label in tested.values()])
         names, numbers, out = self.data().classes, list(tested), self.out()
-        costs = self.more_metrics(probabilities, labels)
-        metrics = {**scores(probabilities, labels, names), self.samples: len(labels), **costs}
+        more = self.more_metrics(probabilities, labels)
+        metrics = {**scores(probabilities, labels, names), self.samples: len(labels), **more}
         self.log("test_accuracy", metrics["top1"], rank_zero_only=True)
         if not self.trainer.is_global_zero:
             return
@@ -108,11 +108,12 @@ class ClassificationTask(Task, ABC):
     def save_attributions(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
         """Write attribution.png: what decided the answers, of some samples from the worst answer to the best; called
         in one process."""
-        captions, rows = answer_captions(probabilities, labels, self.figure_names(self.data().classes)), []
+        captions, rows = self.figure_names(self.data().classes), []
         for row in worst_to_best(probabilities.gather(1, labels[:, None])[:, 0], ATTRIBUTED):
             x, picture = self.sample(numbers[row])
             heat = attribution(self._logits, x.to(self.device), int(probabilities[row].argmax()))
-            rows.append((*captions[row], views(picture, heat, self.has_frames)))
+            caption = answer_caption(probabilities[row], int(labels[row]), captions)
+            rows.append((*caption, views(picture, heat, self.has_frames)))
         save_attributions(self.out() / "attribution.png", rows)
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -40,8 +40,9 @@ class ImageTask(ClassificationTask):
 
     def setup(self, stage: str) -> None:
         dims = getattr(self.net, "dims", None)
-        good = dims is None or all(0 <= axis < dims for axis in self.mirror)
-        check("model.mirror", self.mirror, good, f"axes from 0 to {dims and dims - 1}")
+        if dims is not None:
+            good = all(0 <= axis < dims for axis in self.mirror)
+            check("model.mirror", self.mirror, good, f"axes from 0 to {dims - 1}")
         if stage == "predict":
             return  # classes and size come with the checkpoint
         data = self.data()
@@ -144,7 +145,7 @@ class ImageTask(ClassificationTask):
         predicted, data = self.gathered(self.predicted), self.data()
         file = self.out() / "predictions.csv"
         if self.trainer.is_global_zero:
-            probs = torch.tensor(list(predicted.values())).reshape(len(predicted), -1)
+            probs = torch.tensor(list(predicted.values())).reshape(len(predicted), len(data.classes))
             write_table(file, [data.sample_name(number) for number in predicted], probs, None, data.classes)
             if predicted:
                 self.save_samples(list(predicted), probs, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import compress
+from operator import not_
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,8 +119,9 @@ class VideoData(LabelledData):
         check("data.crops", crops, crops == 1 or crop_mode == "center", "1 with crop_mode=squash")
         for name, value in (("grayscale", grayscale), ("random_erasing", random_erasing), ("validation", validation)):
             check(f"data.{name}", value, 0 <= value <= 1, "a fraction from 0 to 1")
-        amounts = {"mixup": mixup, "cutmix": cutmix, "color_jitter": color_jitter, "rotation": rotation}
-        for name, value in {**amounts, "cache_gb": cache_gb}.items():
+        for name, value in (("mixup", mixup), ("cutmix", cutmix), ("color_jitter", color_jitter)):
+            check(f"data.{name}", value, value >= 0, "0 or more")
+        for name, value in (("rotation", rotation), ("cache_gb", cache_gb)):
             check(f"data.{name}", value, value >= 0, "0 or more")
         check("data.scale", scale, 0 < scale[0] <= scale[1] <= 1, "two fractions above 0, the smaller one first")
         check("data.folds", folds, folds >= 2, "2 or more")
@@ -133,9 +135,9 @@ class VideoData(LabelledData):
         self.validation, self.train_limit = validation, train_limit
         self.folds, self.fold, self.test_on = folds, fold, test_on
         self.cache, self.nvdec, self.spawned = round(cache_gb * 1e9), nvdec, nvdec
-        shape: dict[str, Any] = {"scale": scale, "hflip": hflip, "rotation": rotation, "random_erasing": random_erasing}
-        colours: dict[str, Any] = {"randaugment": randaugment, "color_jitter": color_jitter, "grayscale": grayscale}
-        self.transform = video_transforms.training(size, **shape, **colours)
+        crop: Any = {"scale": scale, "hflip": hflip, "rotation": rotation}
+        colours: Any = {"randaugment": randaugment, "color_jitter": color_jitter, "grayscale": grayscale}
+        self.transform = video_transforms.training(size, **crop, **colours, random_erasing=random_erasing)
 
     @property
     def channels(self) -> int:
@@ -196,7 +198,7 @@ class VideoData(LabelledData):
         else:
             is_held = first_of_each(labels, self.validation, groups)
         held = list(compress(samples, is_held))
-        train = [sample for sample, held_back in zip(samples, is_held, strict=True) if not held_back]
+        train = list(compress(samples, map(not_, is_held)))
         fitted = [sample.label for sample in train]
         if {*fitted} != {*labels}:
             counts = f"{len(held)} of {len(samples)} videos are held back"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ndlightnet.data.errors import DataError, file_name, printable
 from ndlightnet.data.video.video_transforms import to_pixels
 from ndlightnet.inference import predict_clips, predict_clips_early
-from ndlightnet.training.classification.answer_figures import answer_captions, save_strips
+from ndlightnet.training.classification.answer_figures import answer_caption, save_strips
 from ndlightnet.training.classification.classification_task import ClassificationTask
 from ndlightnet.training.classification.streaming import StreamTrainer
 from ndlightnet.training.core.costs import training_costs
@@ -82,13 +82,12 @@ class VideoTask(ClassificationTask):
             probabilities = self.probabilities(clips)
         self.keep(probabilities, labels, numbers)
         names, samples = self.figure_names(self.data().classes), self.data().test_set.samples
-        answers = answer_captions(probabilities, labels, names)
         # evenly spaced videos, so that the strips show all classes
         every = max(1, len(samples) // STRIPS)
         for row, number in enumerate(numbers.tolist()):
             if number % every or number // every >= STRIPS:
                 continue
-            caption, right = answers[row]
+            caption, right = answer_caption(probabilities[row], int(labels[row]), names)
             caption = f"{printable(samples[number].path.name)}: {caption}"
             self.strips[number] = (caption, right, to_pixels(clips[row, 0].cpu()))
 

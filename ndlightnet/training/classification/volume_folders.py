@@ -26,8 +26,9 @@ class VolumeFolders(ImageData):
         size: cells along x, y and z of the network's input.
         spacing: mm per cell along x, y and z; larger volumes are cropped, smaller ones padded evenly. Default: no
             training volume is cropped; they are read once more for this.
-        input: for predict: a file, or a folder of files and of DICOM series at any depth. modality: of these series,
-        take those of this modality only (CT, MR, PT, ...). others: as in ImageData.
+        input: for predict: a file, or a folder of files and of DICOM series at any depth.
+        modality: of these series, take those of this modality only (CT, MR, PT, ...).
+        others: as in ImageData.
     """
 
     def __init__(
@@ -87,8 +88,9 @@ class VolumeFolders(ImageData):
 
     def names(self) -> dict[str, list[Any]]:
         """Return what a checkpoint holds, so that `predict` does not need the training data."""
-        values = (self.classes, self.size, self.spacing or (), (self.mean, self.std)) if self.classes else ((),) * 4
-        return {name: list(value) for name, value in zip(("classes", "size", "spacing", "scale"), values, strict=True)}
+        scale = (self.mean, self.std)
+        names = {"classes": self.classes, "size": self.size, "spacing": self.spacing or (), "scale": scale}
+        return {name: list(value) if self.classes else [] for name, value in names.items()}
 
     def set_names(self, names: dict[str, list[Any]]) -> None:
         self.classes, self.size, self.spacing = tuple(names["classes"]), names["size"], names["spacing"]

@@ -54,7 +54,8 @@ class GenerationTask(Task):
         autoencoder: folder of an AutoencoderKL of diffusers: the network generates its latents.
         features: test: a classifier, trained on the same data, in whose features samples are
             compared; default: the NDLightNet of features_checkpoint, if any, or else pixels.
-        features_checkpoint: the classifier's checkpoint, of `image_cls fit`. others: as in Task.
+        features_checkpoint: the classifier's checkpoint, of `image_cls fit`.
+        others: as in Task.
     """
 
     saved = (*Task.saved, "cost", "space", "prediction")

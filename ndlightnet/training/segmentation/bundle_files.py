@@ -53,37 +53,46 @@ def inference_of(network: dict[str, Any], task: SegmentationTask, data: VolumeDa
     """Return configs/inference.json: what `predict` does, as a MONAI config."""
     prepare, classes = data._prepare(), len(data.labels)
     dtype = "uint8" if classes <= 256 else "int16"
-    scales = [_target("ndlightnet.data.volume.transforms.Intensity", **asdict(one)) for one in prepare.intensities]
+    intensity = "ndlightnet.data.volume.transforms.Intensity"
+    scales = [_monai_object(intensity, **asdict(one)) for one in prepare.intensities]
     channels = {"keys": "image", "intensities": scales, "channels": prepare.channels}
-    before = [
-        _target("LoadImaged", keys="image"),
-        _target("EnsureChannelFirstd", keys="image"),
-        _target("Orientationd", keys="image", axcodes="RAS", labels=None),
-        _target("ndlightnet.data.volume.transforms.ScaleChannelsd", **channels),
-    ]
+    resample = []
     if prepare.spacing is not None:
-        before.insert(3, _target("Spacingd", keys="image", pixdim=list(prepare.spacing)))
+        resample = [_monai_object("Spacingd", keys="image", pixdim=list(prepare.spacing))]
+    before = [
+        _monai_object("LoadImaged", keys="image"),
+        _monai_object("EnsureChannelFirstd", keys="image"),
+        _monai_object("Orientationd", keys="image", axcodes="RAS", labels=None),
+        *resample,
+        _monai_object("ndlightnet.data.volume.transforms.ScaleChannelsd", **channels),
+    ]
     inverse = {"keys": "pred", "transform": "@preprocessing", "orig_keys": "image", "nearest_interp": False}
     names = {"output_dir": "@output_dir", "output_ext": ".nii.gz", "output_postfix": "seg", "separate_folder": False}
-    after = [
-        _target("Invertd", **inverse),
-        _target("AsDiscreted", keys="pred", argmax=True, dtype=f"$torch.{dtype}"),
-        _target("SaveImaged", keys="pred", **names, output_dtype=f"$numpy.{dtype}", resample=False),
-    ]
+    largest = []
     if task.largest:  # copied into the tensor it was made of, which has the affine
-        largest = "$lambda labels: labels.copy_(keep_largest(labels))"
-        after.insert(2, _target("Lambdad", keys="pred", func=largest))
-    inferer = _target("SimpleInferer")
+        largest = [_monai_object("Lambdad", keys="pred", func="$lambda labels: labels.copy_(keep_largest(labels))")]
+    after = [
+        _monai_object("Invertd", **inverse),
+        _monai_object("AsDiscreted", keys="pred", argmax=True, dtype=f"$torch.{dtype}"),
+        *largest,
+        _monai_object("SaveImaged", keys="pred", **names, output_dtype=f"$numpy.{dtype}", resample=False),
+    ]
+    inferer = _monai_object("SimpleInferer")
     if task.window is not None:
         windows = {"roi_size": task.window, "sw_batch_size": 1, "overlap": task.overlap, "mode": "gaussian"}
-        inferer = _target("SlidingWindowInferer", **windows, cpu_thresh=STITCHED // (4 * classes))
+        inferer = _monai_object("SlidingWindowInferer", **windows, cpu_thresh=STITCHED // (4 * classes))
     network_entries: dict[str, Any] = {"network": "$@network_def.to(@device)"}
     if task.mirror_axes:
-        mirrored = _target("ndlightnet.inference.Mirrored", net="@network_def", axes=task.mirror_axes)
+        mirrored = _monai_object("ndlightnet.inference.Mirrored", net="@network_def", axes=task.mirror_axes)
         network_entries = {"mirrored": mirrored, "network": "$@mirrored.to(@device)"}
     weights = {"load_path": "$@bundle_root + '/models/model.pt'", "load_dict": {"model": "@network_def"}}
-    references = ("device", "network", "inferer", "postprocessing")
-    evaluator = {**{name: f"@{name}" for name in references}, "val_data_loader": "@dataloader"}
+    evaluator = {
+        "device": "@device",
+        "network": "@network",
+        "inferer": "@inferer",
+        "postprocessing": "@postprocessing",
+        "val_data_loader": "@dataloader",
+    }
     mixed = {"amp_kwargs": {"dtype": MIXED[precision]}} if precision in MIXED else {}
     files = f"find_inputs(@dataset_dir, {len(data.modalities)})"
     return {
@@ -98,18 +107,22 @@ def inference_of(network: dict[str, Any], task: SegmentationTask, data: VolumeDa
         "datalist": f"$[[str(file) for file in case.images] for case in {files}]",
         "network_def": network,
         **network_entries,
-        "preprocessing": _target("Compose", transforms=before),
-        "dataset": _target("Dataset", data="$[{'image': files} for files in @datalist]", transform="@preprocessing"),
-        "dataloader": _target("DataLoader", dataset="@dataset", batch_size=1),
+        "preprocessing": _monai_object("Compose", transforms=before),
+        "dataset": _monai_object(
+            "Dataset", data="$[{'image': files} for files in @datalist]", transform="@preprocessing"
+        ),
+        "dataloader": _monai_object("DataLoader", dataset="@dataset", batch_size=1),
         "inferer": inferer,
-        "postprocessing": _target("Compose", transforms=after),
-        "handlers": [_target("CheckpointLoader", **weights, map_location="@device")],
-        "evaluator": _target("SupervisedEvaluator", **evaluator, val_handlers="@handlers", amp=bool(mixed), **mixed),
+        "postprocessing": _monai_object("Compose", transforms=after),
+        "handlers": [_monai_object("CheckpointLoader", **weights, map_location="@device")],
+        "evaluator": _monai_object(
+            "SupervisedEvaluator", **evaluator, val_handlers="@handlers", amp=bool(mixed), **mixed
+        ),
         "run": ["$@evaluator.run()"],
     }
 
 
-def _target(name: str, **arguments: Any) -> dict[str, Any]:
+def _monai_object(name: str, **arguments: Any) -> dict[str, Any]:
     """Return MONAI's config of an object of a class."""
     return {"_target_": name, **arguments}
 

@@ -87,8 +87,11 @@ def save_case(
     for name, volume in (("image", image), ("truth", truth), ("prediction", prediction)):
         if volume is not None and volume.shape != image.shape:
             raise ValueError(f"{name}: expected the image's shape {tuple(image.shape)}, got {tuple(volume.shape)}")
-        volumes |= {} if volume is None else {name: volume.cpu().numpy()}
-    columns = [*volumes, *["errors"] * ("truth" in volumes)]
+        if volume is not None:
+            volumes[name] = volume.cpu().numpy()
+    columns = [*volumes]
+    if "truth" in volumes:
+        columns.append("errors")
     best_shown = "prediction" if truth is None or not truth.any() else "truth"
     slices = best_slices(volumes[best_shown], len(names))[-3:]
     space, frames = image.shape[-3:], len(image) if image.ndim == 4 else 0
@@ -139,9 +142,8 @@ def save_case(
 
 def paint(panel: Any, labels: NDArray[Any], colors: Sequence[Any], extent: Any, alpha: float) -> None:
     """Draw label n in colors[n - 1] over the panel; 0 is transparent."""
-    range_of_colors = {"cmap": ListedColormap(colors), "vmin": 0.5, "vmax": len(colors) + 0.5}
-    visible = np.ma.masked_equal(labels, 0)
-    panel.imshow(visible, **range_of_colors, alpha=alpha, interpolation="nearest", extent=extent)
+    visible, limits = np.ma.masked_equal(labels, 0), {"vmin": 0.5, "vmax": len(colors) + 0.5}
+    panel.imshow(visible, ListedColormap(colors), **limits, alpha=alpha, interpolation="nearest", extent=extent)
 
 
 def legend_of(pixels: NDArray[Any], names: Sequence[str]) -> list[tuple[str, Any]]:

@@ -12,8 +12,6 @@ from ndlightnet.training.report.page import number, write_html
 from ndlightnet.training.segmentation.metrics import MEASURES, Rows, interval, of_known
 
 SHORT = 8  # a case's table of more classes is collapsed
-HEADS = dict(zip(MEASURES, ("Dice", "HD95 (mm)", "surface Dice", "volume (ml)", "truth (ml)"), strict=True))
-DIGITS = dict(zip(MEASURES, (3, 1, 3, 2, 2), strict=True))
 CLASSES = ("class", "cases", "mean Dice", "SD", "95 % interval", "median HD95 (mm)", "mean surface Dice")
 TEMPLATE = """
 {% extends "base" %}
@@ -58,7 +56,7 @@ def write_page(
             "name": case,
             "dice": number(dice[case], 3),
             "lines": [
-                [name, *(number(measured[key], DIGITS[key]) for key in measures)]
+                [name, *(number(measured[key], MEASURES[key].digits) for key in measures)]
                 for name, measured in zip(names[1:], rows[case], strict=True)
                 if measured["volume_ml"] > 0 or measured["truth_ml"] > 0
             ],
@@ -67,7 +65,7 @@ def write_page(
         for case in order
     ]
     texts = {"title": title, "summary": summary, "failures": failures, "has_truth": has_truth, "short": SHORT}
-    heads = ["class", *(HEADS[key] for key in measures)]
+    heads = ["class", *(MEASURES[key].heading for key in measures)]
     classes = _classes(rows, names) if has_truth else []
     write_html(path, TEMPLATE, **texts, cases=cases, case_heads=heads, heads=CLASSES, classes=classes)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,31 @@ from ndlightnet.training.report.results import write_csv
 
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
 Box = tuple[slice, ...]
-MEASURES = ("dice", "hd95_mm", "nsd", "volume_ml", "truth_ml")
 TOLERANCE = 1.0  # mm, of the surface Dice
 # A float32 affine turns 1 mm into 1.0000001 mm: a tolerance of 1 mm has to include that.
 ROUNDING = 1 + 1e-5
+
+
+class Measure(NamedTuple):
+    """A measure of a class. heading, digits: of its column in pages. has_mean: metrics.json has its means.
+    of_distances: of a measure of surfaces, its value from the distances of the voxels of either surface from the other
+    (mm), where a frame has both; `alone` is its value where only one has the class."""
+
+    heading: str
+    digits: int
+    has_mean: bool = False
+    of_distances: Callable[[Sequence[Any]], Any] | None = None
+    alone: float = float("nan")
+
+
+MEASURES = {
+    "dice": Measure("Dice", 3, True),
+    "hd95_mm": Measure("HD95 (mm)", 1, True, lambda both: max(np.quantile(d, 0.95) for d in both)),
+    "nsd": Measure("surface Dice", 3, True, lambda both: (np.hstack(both) <= TOLERANCE * ROUNDING).mean(), alone=0.0),
+    "volume_ml": Measure("volume (ml)", 2),
+    "truth_ml": Measure("truth (ml)", 2),
+}
+OF_SURFACES = {name: (one.of_distances, one.alone) for name, one in MEASURES.items() if one.of_distances is not None}
 
 
 def dice_of(labels: Tensor, truth: Tensor, classes: int) -> Tensor:
@@ -72,7 +93,7 @@ def measure_case(
         space = (frames, *labels.shape[-len(spacing) :])
         pairs = zip(labels.reshape(space), truth.reshape(space), strict=True)
         surfaces = np.array([_surfaces(*pair, classes, spacing) for pair in pairs])
-        for column, name in enumerate(("hd95_mm", "nsd")):
+        for column, name in enumerate(OF_SURFACES):
             columns[name] = [of_known(np.mean, values) for values in surfaces[..., column].T]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -86,8 +107,8 @@ def _counts(labels: Tensor, classes: int) -> Tensor:
     return torch.bincount(labels.reshape(-1), minlength=classes)
 
 
-def _surfaces(labels: Tensor, truth: Tensor, classes: int, spacing: Sequence[float]) -> list[tuple[float, float]]:
-    """Return (hd95_mm, nsd) of every foreground class."""
+def _surfaces(labels: Tensor, truth: Tensor, classes: int, spacing: Sequence[float]) -> list[list[float]]:
+    """Return the measures OF_SURFACES of every foreground class."""
     keep = [axis for axis, length in enumerate(labels.shape) if length > 1]
     if len(keep) == 2:  # in a single slice every voxel would be surface
         labels, truth, spacing = labels.squeeze(), truth.squeeze(), [spacing[a] for a in keep]
@@ -97,7 +118,7 @@ def _surfaces(labels: Tensor, truth: Tensor, classes: int, spacing: Sequence[flo
     for number, (a, b) in enumerate(pairs, 1):
         if a is None or b is None:
             neither = a is None and b is None
-            measured.append((float("nan"), float("nan") if neither else 0.0))
+            measured.append([float("nan") if neither else alone for _, alone in OF_SURFACES.values()])
             continue
         box = tuple(slice(min(s.start, t.start), max(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
         # outside of the box, and of the volume, is background: a voxel at the border is surface
@@ -105,9 +126,7 @@ def _surfaces(labels: Tensor, truth: Tensor, classes: int, spacing: Sequence[flo
         surface, true_surface = (mask ^ binary_erosion(mask) for mask in (surface, true_surface))
         both = ((surface, true_surface), (true_surface, surface))
         distances = [get_surface_distance(*edges, spacing=list(spacing)) for edges in both]
-        far = max(float(np.quantile(d, 0.95)) for d in distances)
-        near = np.concatenate(distances) <= TOLERANCE * ROUNDING
-        measured.append((far, float(near.mean())))
+        measured.append([measure(distances) for measure, _ in OF_SURFACES.values()])
     return measured
 
 
@@ -128,18 +147,18 @@ def write_cases(path: Path, rows: Rows, names: Sequence[str]) -> None:
 
 
 def metrics_of(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
-    """Summarise a test for metrics.json. Means leave out NaN; mean_dice, mean_hd95_mm and mean_nsd are means over
-    the classes of the means over the cases; std_over_cases is the standard deviation of the cases' mean Dice."""
+    """Summarise a test for metrics.json. Means leave out NaN; mean_dice and the like are means over the classes of
+    the means over the cases; std_over_cases is the standard deviation of the cases' mean Dice."""
     table = {key: np.array([[measured[key] for measured in row] for row in rows.values()]) for key in MEASURES}
-    means = {key: [of_known(np.mean, column) for column in table[key].T] for key in ("dice", "hd95_mm", "nsd")}
+    means = {key: [of_known(np.mean, column) for column in table[key].T] for key in MEASURES if MEASURES[key].has_mean}
+    overall = {f"mean_{key}": of_known(np.mean, values) for key, values in means.items()}
     low, high = interval(table["dice"][None])
     std = of_known(np.std, [of_known(np.mean, row) for row in table["dice"]])
     return {
-        "mean_dice": of_known(np.mean, means["dice"]),
+        "mean_dice": overall["mean_dice"],
         "dice_interval": [low, high],
         "std_over_cases": std,
-        "mean_hd95_mm": of_known(np.mean, means["hd95_mm"]),
-        "mean_nsd": of_known(np.mean, means["nsd"]),
+        **overall,
         **{key: dict(zip(names[1:], values, strict=True)) for key, values in means.items()},
         "hd95_missing": int(np.isnan(table["hd95_mm"]).sum()),
         "cases": [{"name": case, **{key: table[key][i].tolist() for key in MEASURES}} for i, case in enumerate(rows)],

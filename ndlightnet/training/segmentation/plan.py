@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from pydoc import locate
+from pydoc import ErrorDuringImport, locate
 from typing import Any, Literal
 
 import numpy as np
@@ -81,9 +81,12 @@ def plan(
     if cases[0].images[0].name.lower().endswith(PICTURES):
         raise DataError(f"{root}: holds pictures, expected volumes; tasks/README.md has a config for pictures")
     measured = fingerprint(cases, len(folder.labels), len(folder.channels))
-    available = 11e9 if memory is None else memory * 1e9
-    if memory is None and torch.cuda.is_available():
+    if memory is not None:
+        available = memory * 1e9
+    elif torch.cuda.is_available():
         available = USABLE * torch.cuda.get_device_properties(0).total_memory
+    else:
+        available = 11e9
     model, data = config_of(measured, folder.labels, folder.channels, net, size, available, frames)
     trainer = {
         "default_root_dir": str(out_folder),
@@ -246,6 +249,9 @@ def _of_weights(x: Tensor) -> bool:
 
 
 def _network(path: str) -> Callable[..., nn.Module]:
-    constructor: Any = locate(path)
+    try:
+        constructor: Any = locate(path) if "." in path else None
+    except ErrorDuringImport as error:
+        raise DataError(f"net: {path!r}, cannot be imported ({one_line(error)})") from error
     check("net", repr(path), callable(constructor), "the path of a class, such as ndlightnet.NDLightUNet")
     return constructor

@@ -152,7 +152,7 @@ class SegmentationTask(Task):
 
     def validation_step(self, batch: dict[str, Any], _: int) -> None:
         image, label = (batch[key].as_tensor().to(self.device) for key in ("image", "label"))
-        if len(self.data().patch) == 2:
+        if self.data().plane:
             image, label = image.squeeze(-1), label.squeeze(-1)
         logits = predict_volume(self.predictor, image[None], self.window, self.overlap)
         labels = logits.argmax(1).to(self.device)
@@ -212,9 +212,9 @@ class SegmentationTask(Task):
         volume, image, names = batch["volume"], batch.pop("image"), self.data().labels
         case: Case = volume.case
         self.notes += volume.notes
-        plane, meter = len(self.data().patch) == 2, Meter(self.device)
+        meter = Meter(self.device)
         try:
-            if plane:  # of one slice, and on its file's grid
+            if self.data().plane:  # of one slice, and on its file's grid
                 labels = self.predict_labels(image.squeeze(-1))[..., None]
             else:
                 labels = self.predict_labels(image, onto=volume.onto(image))
@@ -241,8 +241,8 @@ class SegmentationTask(Task):
         row = measure_case(labels, truth, len(names), spacing)
         dice = torch.tensor([measured["dice"] for measured in row]).nanmean()
         title = case.name if truth is None else f"{case.name}: Dice {dice:.3f}"
-        panels = (drawn.as_tensor()[0], truth, labels)
-        save_case(folder / f"{case.name}.png", title, *panels, spacing, captions, volume.grid.time_step, plane)
+        panels, step = (drawn.as_tensor()[0], truth, labels), volume.grid.time_step
+        save_case(folder / f"{case.name}.png", title, *panels, spacing, captions, step, self.data().plane)
         self.rows[case.name] = row
 
     def on_test_epoch_start(self) -> None:

@@ -12,7 +12,7 @@ from matplotlib.text import Text
 
 from ndlightnet.training.classification import answer_figures
 from ndlightnet.training.classification.answer_figures import (
-    answer_captions,
+    answer_caption,
     projections,
     save_confusion,
     save_gallery,
@@ -127,7 +127,7 @@ def test_a_gallery_of_few_samples(tmp_path, shape):
 
 def test_captions_have_the_answer_and_the_truth_if_it_is_another():
     probs = torch.tensor([[0.9, 0.1], [0.2, 0.8]])
-    captions = answer_captions(probs, torch.tensor([0, 0]), ["cat", "dog"])
+    captions = [answer_caption(row, 0, ["cat", "dog"]) for row in probs]
     assert captions == [("cat 0.90", True), ("dog 0.80, not cat", False)]
 
 

@@ -85,6 +85,16 @@ def test_predictions_of_a_folder_with_odd_files(trained, folder, tmp_path, recog
 
 
 @pytest.mark.slow
+def test_predictions_of_a_folder_without_a_readable_file(trained, tmp_path, recognise):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "cut.jpg").write_bytes(b"\xff\xd8\xff")
+    places = (f"--data.init_args.input={tmp_path / 'new'}", f"--trainer.default_root_dir={tmp_path / 'out'}")
+    done = recognise("predict", *places, last(trained))
+    assert done.status == 1 and len(done.errors) == 1 and "cut.jpg: cannot be read" in done.errors[0]
+    assert (tmp_path / "out" / "predictions.csv").read_text() == "file,prediction,columns,plain,rows\n"
+
+
+@pytest.mark.slow
 def test_bad_files_in_a_run(copied, tmp_path, recognise):
     """Each is named once in training, and as a failure in the test; without a good one the test ends."""
     for split in ("train", "test"):

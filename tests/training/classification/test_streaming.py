@@ -203,6 +203,11 @@ def test_a_mixer_that_cannot_go_frame_by_frame(classify, clip, tmp_path):
     refused(stream(classify, clip, checkpoint, mixer), "SoftmaxAttention has no method advance")
 
 
+def test_the_config_is_printed(classify):
+    done = classify("stream", CAUSAL, "--print_config")
+    assert done.status == 0 and "causal: true" in done.out
+
+
 @pytest.mark.parametrize(
     "options, causal",
     [

@@ -12,9 +12,10 @@ import nibabel
 import numpy as np
 import pytest
 import torch
-from monai.bundle import ConfigParser, verify_net_in_out
+from monai.bundle import ConfigParser, ckpt_export, verify_net_in_out
 from monai.bundle.properties import InferProperties, MetaProperties
 from monai.bundle.utils import DEFAULT_METADATA
+from monai.data import load_net_with_metadata
 
 from ndlightnet.data.made.phantoms import LABELS
 from ndlightnet.data.volume.file_grid import Case
@@ -190,6 +191,24 @@ def test_monai_runs_it_from_anywhere(channels, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert compare(predictions / "c2.nii.gz", root / "eval" / "c2_0000_seg.nii.gz") == (0, 13 * 11 * 9)
+
+
+@pytest.mark.slow
+def test_monai_exports_it(channels, tmp_path):
+    """TorchScript from a trace: MONAI scripts no class of ours."""
+    root, path, shape = exported(channels, tmp_path), tmp_path / "model.ts", [1, 2, 13, 11, 9]
+    files = {"ckpt_file": root / "models" / "model.pt", "config_file": root / "configs" / "inference.json"}
+    given = {name: str(file) for name, file in {**files, "bundle_root": root, "filepath": path}.items()}
+    ckpt_export(net_id="network_def", use_trace=True, input_shape=shape, **given)
+    traced, meta, _ = load_net_with_metadata(str(path))
+    net = parser_of(root).get_parsed_content("network_def").eval()
+    net.load_state_dict(torch.load(files["ckpt_file"], weights_only=True))
+    x = torch.rand(shape)
+    with torch.no_grad():
+        expected = net(x)
+    assert meta["network_data_format"]["outputs"]["pred"]["num_channels"] == 2 == expected.shape[1]
+    # roundings of 6e-8 that a few hundred operations grow
+    assert (traced(x) - expected).abs().max() < 2e-5 * (1 + expected.abs().max())
 
 
 @pytest.mark.parametrize("config", ["resampled", "channels"])

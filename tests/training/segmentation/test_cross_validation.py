@@ -100,11 +100,11 @@ def test_a_fold_is_tested_with_the_averaged_weights(cross, tmp_path, monkeypatch
     """Those in the checkpoint's state_dict, which `test` would take, not those trained on."""
     start, tested = SegmentationTask.on_test_start, []
 
-    def told(task):
+    def on_test_start(task):
         tested.append({key: value.clone() for key, value in task.state_dict().items()})
         start(task)
 
-    monkeypatch.setattr(SegmentationTask, "on_test_start", told)
+    monkeypatch.setattr(SegmentationTask, "on_test_start", on_test_start)
     average = "--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging"
     assert cross(average, TWO, "--trainer.max_epochs=1")[0] == 0
     assert len(tested) == 2
@@ -122,14 +122,14 @@ def test_done_is_done_and_what_was_killed_goes_on(cross, tmp_path, monkeypatch):
     """Killed in the second fold's second epoch: the second call trains that epoch, a third one nothing."""
     step, steps = SegmentationTask.training_step, []
 
-    def told(task, batch, number, die=None):
+    def training_step(task, batch, number, die=None):
         steps.append((task.data().fold, task.global_step))
         if steps[-1] == die:
             raise Killed
         return step(task, batch, number)
 
     run = tmp_path / "run"
-    monkeypatch.setattr(SegmentationTask, "training_step", lambda *a: told(*a, die=(1, 3)))
+    monkeypatch.setattr(SegmentationTask, "training_step", lambda *a: training_step(*a, die=(1, 3)))
     with pytest.raises(Killed):
         cross(TWO)
     assert steps == [(0, n) for n in range(4)] + [(1, n) for n in range(4)]
@@ -137,7 +137,7 @@ def test_done_is_done_and_what_was_killed_goes_on(cross, tmp_path, monkeypatch):
     assert list(metrics_of(run, "fold_1")) == ["fit"] and not (run / "metrics.json").exists()
 
     steps.clear()
-    monkeypatch.setattr(SegmentationTask, "training_step", told)
+    monkeypatch.setattr(SegmentationTask, "training_step", training_step)
     first = (run / "fold_0" / "metrics.json").stat().st_mtime_ns
     assert cross(TWO)[0] == 0
     assert steps == [(1, 2), (1, 3)]

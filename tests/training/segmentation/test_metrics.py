@@ -126,6 +126,9 @@ def test_what_does_not_fit_is_refused(label, shape, classes, spacing, words):
     labels = label * cube(1, 0, 0, 0, shape=(3, 4, 5))
     with pytest.raises(ValueError, match=words):
         measure_case(labels, torch.zeros(shape).long(), classes, spacing)
+    if "numbers in 0" in words:  # of the truth, too
+        with pytest.raises(ValueError, match="expected numbers in 0"):
+            measure_case(0 * labels, labels, classes, spacing)
 
 
 def row_of(*dice: float, **others: float) -> list[dict[str, float]]:

@@ -212,10 +212,11 @@ def test_a_series_has_patches_of_frames():
 
 @pytest.fixture
 def scans(tmp_path: Path, write_decathlon) -> Path:
-    """Three volumes of two channels, of 12 x 10 x 8 voxels of 2 x 2 x 3 mm, whose second class occurs in none."""
+    """Three volumes of CT and MR, of 12 x 10 x 8 voxels of 2 x 2 x 3 mm, whose second class occurs in none."""
     root = write_decathlon(tmp_path / "scans", channels=2)
     listing = json.loads((root / "dataset.json").read_text())
     listing["labels"] = {"0": "background", "1": "left cube", "2": "never"}
+    listing["modality"]["1"] = "MR"
     (root / "dataset.json").write_text(json.dumps(listing))
     return root
 
@@ -236,6 +237,7 @@ def test_the_plan_is_a_config(scans, tmp_path, capsys, net, frames):
     assert data["batch_size"] == 2 and data["augment"] == {"flip_axes": flips} and data["workers"] == 0
     assert config["trainer"]["default_root_dir"] == str(tmp_path / "out")
     assert list(data["intensities"][0]) == ["low", "high", "mean", "deviation"]
+    assert abs(data["intensities"][0]["mean"] - 100) < 5 and data["intensities"][1] == {}
     cli = task_cli(SegmentationTask, VolumeData, ["--config", str(file)], run=False)
     assert cli.datamodule.augment.flip_axes == tuple(flips) and cli.trainer.max_epochs == 80
     cli.datamodule.setup("fit")
@@ -258,6 +260,7 @@ def test_the_plan_is_a_config(scans, tmp_path, capsys, net, frames):
         ({"net": "nothing"}, "net: 'nothing', expected the path of a class"),
         ({"net": "ndlightnet.Nothing"}, "net: 'ndlightnet.Nothing', expected the path"),
         ({"net": "no.such"}, "net: 'no.such', expected the path"),
+        ({"net": "print"}, "net: 'print', expected the path"),
         ({"net": "torch.nn.Conv3d"}, r"net: torch.nn.Conv3d, patch \[12, 10, 8\]: .*kernel_size"),
         ({"net": "ndlightnet.training.peers.DynUNet"}, r"DynUNet, patch \[12, 10, 8\]: .*expected 2 or more"),
         ({"out": "DIR/file/out"}, "DIR/file/out: cannot be written"),
@@ -278,3 +281,11 @@ def test_what_cannot_be_planned(scans, tmp_path, options, words):
         plan(**{**valid, **options})
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.rglob("*plan.yaml"))
+
+
+def test_a_network_whose_module_cannot_be_imported(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = r"^net: 'broken\.Net', cannot be imported \(.*no_such_package.*\)$"
+    with pytest.raises(DataError, match=words):
+        plan(str(tmp_path), net="broken.Net")
