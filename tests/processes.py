@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
 ROOT = Path(__file__).parents[1]
-# that processes may take; the longest took 148, beside nine others on two cores
+# that processes may take; the longest session, of tests/parallel, takes 38 on two cores, 56 beside two other runs
 SECONDS = 400
 
 
@@ -33,7 +34,7 @@ def run(module: str, folder: Path, count: int, *arguments: str, failures: int = 
     processes = []
     for rank in range(count):
         command = [sys.executable, "-m", module, str(folder), str(rank), str(count), *arguments]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=env))
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True))
     name = " ".join([module, *arguments])
     end = time.monotonic() + SECONDS
     codes: list[int | None] = [None]
@@ -41,17 +42,23 @@ def run(module: str, folder: Path, count: int, *arguments: str, failures: int = 
         while None in codes and sum(bool(code) for code in codes) <= failures:
             if time.monotonic() > end:
                 for process in processes:
-                    process.send_signal(signal.SIGABRT)  # prints where its threads are
+                    signal_all(process, signal.SIGABRT)  # prints where their threads are
                     time.sleep(1)  # and the next one after it
                 raise StallError(f"{name}: exit codes {codes} after {SECONDS} s")
             time.sleep(0.05)
             codes = [process.poll() for process in processes]
     finally:
         for process in processes:
-            process.kill()
+            signal_all(process, signal.SIGKILL)
             process.wait()
     assert sum(bool(code) for code in codes) == failures, f"{name}: exit codes {codes}"
     return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+def signal_all(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to a process, which leads a session of its own, and to all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def run_once(module: str, tmp_path: Path, count: int, *arguments: str) -> list[Any]:

@@ -7,11 +7,12 @@ import pytest
 from . import processes
 
 PROGRAM = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
 folder, rank, fate = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
 if fate == "fails" and rank == 1:
     sys.exit(3)
 if fate == "fails" or fate == "stalls" and not folder.name.endswith("_again"):
+    os.fork()
     time.sleep(100)
 (folder / f"{rank}.json").write_text(json.dumps(rank))
 """
@@ -31,7 +32,7 @@ def run_once(tmp_path, monkeypatch):
 def test_processes_that_stall_are_run_once_more(run_once, capfd):
     with pytest.warns(UserWarning, match=r"run once more: program .*exit codes \[None, None\]"):
         assert run_once("stalls") == [0, 1]
-    assert capfd.readouterr().err.count("(most recent call first)") >= 2  # a stack of each
+    assert capfd.readouterr().err.count("(most recent call first)") >= 4  # a stack of each, and of its child
     assert run_once("stalls") == [0, 1]  # without running them again
 
 

@@ -185,7 +185,8 @@ def by_autograd(
     function: Callable[..., Tensor] = _by_torch,
 ) -> list[Tensor | None]:
     """Return the same, of `function`, differentiable if `second`."""
-    learnt = (True, *wants[1:])  # torch 2.11 crashes on a CPU where channels-last cells want no gradient
+    # on a CPU torch 2.11 crashes where channels-last cells want no gradient
+    learnt = (wants[0] or saved[0].device.type == "cpu", *wants[1:])
     with torch.enable_grad():
         # other tensors of the same numbers: x may depend on residual
         inputs: list[Any] = [

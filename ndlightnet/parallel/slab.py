@@ -166,7 +166,7 @@ class Slab(Grid):
 
         spans = [span(i) for i in slabs]
         if torch.compiler.is_compiling():  # torch 2.11 loses what `_Edges` adds to a view of a gradient
-            edges = [x.narrow(dim, *each) for each in spans]
+            edges = [x.narrow(dim, start, size) for start, size in spans]
         else:
             x, *edges = _Edges.apply(x, dim, spans)  # type: ignore[no-untyped-call]
         received = self.exchange.all_to_all(edges, [shape(i) for i in slabs])

@@ -65,8 +65,10 @@ def test_values_and_gradients(case):
 def test_frames_in_groups_lie_where_they_do_at_once(offset):
     """In tensors of one dtype too: small frames, in groups, run the programs of large ones."""
     position = relative(Position(torch.rand(2, 6), (5, 3), offset=offset))
+    q, k, v = torch.zeros(3, 2, 15, 2, 6)
+    later = frames.Tokens(q, k, v, None, position).frames(2, 3, 3)
     at_once = _triton.of_frames(position, 2, 5).offset.unflatten(0, (2, 5))
-    group = _triton.of_frames(frames._frames_from(position, 2, 3), 2, 3).offset.unflatten(0, (2, 3))
+    group = _triton.of_frames(later.position, 2, 3).offset.unflatten(0, (2, 3))
     torch.testing.assert_close(group, at_once[:, 2:], rtol=0, atol=0)
 
 

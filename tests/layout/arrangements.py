@@ -152,6 +152,7 @@ SLABS = [
     _slabs((4, 5), 1, (1, 4)),
     _slabs((4, 3, 5), 0, (1, 1, 2)),
     _slabs((2, 3, 5), 2, (3, 2)),
+    _slabs((2, 5, 3), 1, (3, 2)),
 ]
 PACKS_OF_SLABS = [
     PackOfSlabs("pack of slabs, axis 0", ((5, 3), (4, 2)), 2, 0, ((3, 2), (1, 3))),

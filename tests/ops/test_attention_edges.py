@@ -8,12 +8,11 @@ import ndlightnet.ops as ops
 from ndlightnet.ops import State, attention_step, causal_attention, global_attention, read, summarize
 from tests.kernels.kernel_cases import LOGITS, logits
 
-from .framed import angles, per_head, sample, weights
+from .framed import HEADS, angles, per_head, sample, weights
 
 FRAMES, TOKENS = 10, 70
-FORGETS = (0.1, 0.7)  # another forgetting in every head
 # options of axis-causal attention, whose weights and angles tests know; the other two are one frame, and one each token
-WINDOWS = {"frames": {}, "window": {"window": 2, "forget": 0.3}, "forgets": {"forget": FORGETS}}
+WINDOWS = {"frames": {}, "window": {"window": 2, "forget": 0.3}, "forgets": {"forget": HEADS}}
 FRAMES_OF = {"global": 1, "causal": TOKENS} | dict.fromkeys(WINDOWS, FRAMES)
 forms = pytest.mark.parametrize("form", FRAMES_OF)
 impls = pytest.mark.parametrize("impl", ["torch", "reference"])
@@ -65,17 +64,19 @@ def test_padding_counts_nothing(dense, close, close_grads, form, impl, which):
 @forms
 @impls
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e38])
-def test_what_lies_in_the_padding_cannot_leak(form, impl, junk):
-    mask, (q, *source) = list(masks(TOKENS))[2], plain()
+@pytest.mark.parametrize("turned", [False, True], ids=["plain", "position"])
+def test_what_lies_in_the_padding_cannot_leak(form, impl, junk, turned):
+    mask, (q, *source, theta) = list(masks(TOKENS))[2], sample((TOKENS,))
+    place = ops.Position(theta, (FRAMES_OF[form], TOKENS // FRAMES_OF[form])) if turned else None
     mask[0, :14] = False  # also whole frames
     hidden, results = ~mask[..., None, None], []
     for filling in (0.0, junk):
         k, v = (x.detach().masked_fill(hidden, filling).requires_grad_() for x in source)
-        out, state = run(form, q, k, v, mask=mask, impl=impl)
-        results.append((out, *state, *grad(out.sum(), (q, k, v))))
+        out, state = run(form, q, k, v, mask=mask, position=place, impl=impl)
+        results.append((out, *state, *grad(out.sum(), (q, k, v, theta)[: 3 + turned])))
     for clean, dirty in zip(*results, strict=True):
         assert torch.equal(clean, dirty) and not clean.isnan().any()
-    assert not any(x.masked_select(hidden).any() for x in results[1][5:])
+    assert not any(x.masked_select(hidden).any() for x in results[1][5:7])
 
 
 @forms

@@ -6,7 +6,6 @@ are forked: what they import takes seconds."""
 from __future__ import annotations
 
 import copy
-import faulthandler
 import json
 import multiprocessing
 import os
@@ -31,7 +30,7 @@ from ndlightnet.parallel import Processes
 from tests.processes import SECONDS
 
 from .rare import anomaly, empty_batch, out_of_memory, refused, sequences, twice
-from .sharded_networks import CASES, Case, error_of, gradient_error, gradients, slab
+from .sharded_networks import CASES, FLOAT32, Case, error_of, gradient_error, gradients, slab
 
 TIMEOUT = 20  # seconds
 
@@ -93,14 +92,13 @@ def _sizes(x: Tensor, dim: int) -> list[int]:
 
 
 def all_cases() -> dict[str, Any]:
-    """Two processes take the axes of a case, three the first one: in float64, and two of each kind of network in
-    float32."""
+    """Two processes take the axes of a case, three the first one: in float64, and two those of FLOAT32 in float32."""
     errors: dict[str, Any] = {}
     count = dist.get_world_size()
     for name, case in CASES.items():
         for axis in case.axes if count == 2 else [0]:
             errors[f"{name}, axis {axis}, float64"] = against_whole(case, axis, torch.float64)
-    for name in ("volume, masked", "video, windows that forget", "text", "U-Net, hybrid") if count == 2 else ():
+    for name in FLOAT32 if count == 2 else ():
         errors[f"{name}, axis 0, float32"] = against_whole(CASES[name], 0, torch.float32)
     return errors
 
@@ -244,8 +242,9 @@ def autocast() -> dict[str, Any]:
 
 
 def compiled() -> dict[str, Any]:
-    """One graph, with the exchanges in it, of a causal network and of one of convolutions."""
-    unet = NDLightUNet(2, 1, 3, widths=(8, 16), convs=(1, 1), depths=(0, 0))
+    """One graph, with the exchanges in it, of a causal network and of one with convolutions and global attention."""
+    torch.manual_seed(0)
+    unet = NDLightUNet(2, 1, 3, widths=(8, 16), convs=(1, 0), depths=(0, 1))
     signal = NDLightNet(1, 1, 3, patch_size=2, embed_dim=16, depth=1, tpe_states=4, causal=True)
     errors = {}
     for name, net, shape in (("signal", signal, (1, 22)), ("images", unet, (1, 10, 6))):
@@ -296,10 +295,9 @@ PAIR: tuple[Callable[[], Any], ...] = (
 SESSIONS = {"two": (2, PAIR), "three": (3, (all_cases, sequences)), "four": (4, (beside,)), "killed": (3, (killed,))}
 
 
-def one(folder: Path, rank: int, count: int, jobs: Any, backend: str = "gloo", timeout: int = 2 * SECONDS) -> None:
+def run_rank(folder: Path, rank: int, count: int, jobs: Any, backend: str = "gloo", timeout: int = 2 * SECONDS) -> None:
     """Do jobs as one of `count` processes."""
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(SECONDS - 50)  # where it stalls
     dist.init_process_group(
         backend,
         init_method=f"file://{folder}/store",
@@ -320,10 +318,11 @@ def session(folder: Path) -> dict[str, Any]:
     context: Any = multiprocessing.get_context("fork")
     results = {}
     for name, (count, jobs) in SESSIONS.items():
-        place = folder / name
-        place.mkdir()
+        session_folder = folder / name
+        session_folder.mkdir()
         options = ("gloo", TIMEOUT) if name == "killed" else ()
-        ranks = [context.Process(target=one, args=(place, i, count, jobs, *options), daemon=True) for i in range(count)]
+        arguments = [(session_folder, i, count, jobs, *options) for i in range(count)]
+        ranks = [context.Process(target=run_rank, args=each, daemon=True) for each in arguments]
         for process in ranks:
             process.start()
         failures, codes = int(name == "killed"), [None]
@@ -332,7 +331,7 @@ def session(folder: Path) -> dict[str, Any]:
             codes = [process.exitcode for process in ranks]
         if sum(map(bool, codes)) != failures:
             sys.exit(f"{name}: exit codes {codes}")  # and ends the others
-        results[name] = [json.loads(file.read_text()) for file in sorted(place.glob("*.json"))]
+        results[name] = [json.loads(file.read_text()) for file in sorted(session_folder.glob("*.json"))]
     return results
 
 
@@ -342,4 +341,4 @@ if __name__ == "__main__":
         (folder / "0.json").write_text(json.dumps(session(folder)))
     else:
         torch.cuda.set_device(rank)
-        one(folder, rank, count, (on_gpus,), "nccl")
+        run_rank(folder, rank, count, (on_gpus,), "nccl")

@@ -55,21 +55,15 @@ class Tokens(NamedTuple):
     mask: Tensor | None
     position: Position | None
 
-    def frames(self, first: int, count: int, tokens: int) -> Tokens:
-        """Return `count` frames of so many tokens, from frame `first` on."""
+    def frames(self, first: int, count: int, size: int) -> Tokens:
+        """Return `count` frames of `size` tokens, from frame `first` on."""
         q, k, v, mask, position = self
-        now = slice(first * tokens, (first + count) * tokens)
-        position = _frames_from(position, first, count)
+        now = slice(first * size, (first + count) * size)
+        if position is not None:
+            shape = shape_of(position)
+            offset = offset_of(position) or (0,) * len(shape)
+            position = position._replace(layout=(count, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
         return Tokens(q[:, now], k[:, now], v[:, now], None if mask is None else mask[:, now], position)
-
-
-def _frames_from(position: Position | None, first: int, frames: int) -> Position | None:
-    """Return the Position of `frames` frames, from frame `first` on."""
-    if position is None:
-        return None
-    shape = shape_of(position)
-    offset = offset_of(position) or (0,) * len(shape)
-    return position._replace(layout=(frames, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
 
 
 # ------------------------------------------------------------------------ States of many frames
@@ -241,17 +235,18 @@ def axis_causal_attention(
             assert window is not None
             out, state = _window(inputs, state, window, forget, chosen, return_state)
             return out, None if state is None else offset_gradient(state, position, 1)
-        options = (window, forget, chosen, frame)
-        if plain() or frame.shared or not states_outweigh_tokens(k, v, position, k.shape[1] // frames):
-            out, state = _attend(inputs, state, frames, *options)
+        rules = (window, forget, chosen, frame)
+        size = k.shape[1] // frames
+        if plain() or frame.shared or not states_outweigh_tokens(k, v, position, size):
+            out, state = _attend(inputs, state, frames, *rules)
             return out, offset_gradient(state, position, 1) if return_state else None
         run: Any = _attend
         if torch.is_grad_enabled():
             run = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
-        outs, tokens, group = [], k.shape[1] // frames, max(1, round(frames**0.5))
+        outs, group = [], max(1, round(frames**0.5))
         for first in range(0, frames, group):
             count = min(group, frames - first)
-            out, state = run(inputs.frames(first, count, tokens), state, count, *options)
+            out, state = run(inputs.frames(first, count, size), state, count, *rules)
             outs.append(out)
         assert state is not None
         return torch.cat(outs, 1), offset_gradient(state, position, 1) if return_state else None

@@ -93,9 +93,10 @@ class _Delta:
         return self.d.into(self.q) @ start + self.qk @ (self.u0 - self.w @ start), m
 
     def backward(self, inputs: Sequence[Any], m: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-        c, acc, (beta, decay, state) = self, m.dtype, inputs[3:]
+        c, acc = self, m.dtype
+        beta, decay, state = inputs[3:]
         work, dyc, d = c.q.dtype, to_chunks(dy, c.q.dtype), c.d
-        start = before(m, state.flatten(0, 1), work)
+        start = before(m, c.first, work)
         u = c.u0 - c.w @ start
         du = c.qk.mT @ dyc  # without the part from later chunks
         read_grad = (d.into(c.q).mT @ dyc - c.w.mT @ du).to(acc)

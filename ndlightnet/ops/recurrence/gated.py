@@ -91,8 +91,11 @@ def check(
 
 
 def chunkwise(form: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a function of (q, k, v, ..., first memory) to the outputs and the last memory. form: of these inputs,
-    with `run`, which returns chunks of outputs and the memory after each, and the gradients of all, `backward`."""
+    """Return a function of (q, k, v, ..., first memory) to the outputs and the last memory.
+
+    form: a class of these inputs. run() returns the outputs in chunks and the memory after each chunk;
+    backward(inputs, memories, dy, dlast) returns the gradients of all inputs.
+    """
 
     class Chunkwise(torch.autograd.Function):
         @staticmethod
