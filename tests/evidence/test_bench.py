@@ -87,6 +87,7 @@ def test_all_groups_have_their_rows_and_floors(bench, monkeypatch, tmp_path):
     assert (tmp_path / "new" / "scans.png").stat().st_size > 10_000
     attention_rows.frames(bench, grid=(3, 2, 2), heads=1, dim=8)
     attention_rows.packs(bench, "large", [(2, 2, 2), (1, 4, 2)], heads=2, dim=64)
+    attention_rows.packs(bench, "small", [(2, 2, 1)] * 3, heads=2, dim=64)
     operator_rows.tpe(bench, grid=(2, 3, 4), dim=4, states=(4,))
     operator_rows.local(bench, shapes=(("star", 1, (2, 3), 4), ("dense", 1, (2,) * 4, 4)))
     operator_rows.norm(bench, shapes=((2, 3, (4, 5)),))
@@ -98,7 +99,11 @@ def test_all_groups_have_their_rows_and_floors(bench, monkeypatch, tmp_path):
     bench.minutes = 0
     others = {"without MD-TPE", "without local", "softmax", "softmax + local", "identity + local"}
     assert {c.who for c in bench.cells if c.row == "generation, 32 x 32" and c.ms} == {"ours", *others}
-    assert {c.row for c in of(bench, "dense")} == {"2 large volumes", "network, forward and backward"}
+    assert {c.row for c in of(bench, "dense")} == {
+        "2 large volumes",
+        "3 small volumes",
+        "network, forward and backward",
+    }
     network_rows.stream(bench, size=32, dim=64, depth=1, frames=50, at_once=2)
     network_rows.draw_stream(bench.facts, tmp_path / "stream.png")
     assert (tmp_path / "stream.png").stat().st_size > 5_000

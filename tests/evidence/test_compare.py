@@ -130,6 +130,7 @@ def test_the_family_is_an_option_and_folds_have_a_folder_of_their_own(monkeypatc
         ("--folds 1", "--folds 1, 1 seeds: expected 2 or more folds, and one seed"),
         ("--folds 3 --seeds 0 1", "--folds 3, 2 seeds: expected 2 or more folds"),
         ("-- --data.init_args.fold=0", "--data.init_args.fold after --: expected --folds"),
+        ("-- --data.fold=0", "--data.init_args.fold after --: expected --folds"),
     ],
 )
 def test_what_is_refused(command, capsys, arguments, text):

@@ -93,9 +93,13 @@ def broken_inputs(folder: Path) -> list[Path]:
         "nan",
         "infinite",
         "5-D",
+        "1-D",
+        "empty axis",
+        "colour",
+        "flat affine",
     )
     sources = []
-    for damage in (*damages, "1-D", "empty axis", "colour", "flat affine"):
+    for damage in damages:
         path = write(folder / f"bad {damage}.nii.gz", random_image())
         broken_image(path, damage)
         sources.append(path)

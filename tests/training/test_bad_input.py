@@ -57,10 +57,12 @@ def test_the_good_folder_passes(segment, fitted):
 
 def test_a_missing_folder_a_truncated_volume_and_a_network_that_does_not_fit(segment, decathlon, tmp_path):
     """Raised by the constructor of the data, by a reader in the middle of a training, and by a setup."""
-    gone, wide, file = tmp_path / "gone", "--model.net.init_args.out_channels=5", decathlon / "images" / "0.nii.gz"
+    gone, file = tmp_path / "gone", decathlon / "images" / "0.nii.gz"
     check(segment("fit", *volumes(tmp_path / "a", gone)), tmp_path / "a", f"{gone}: no such folder")
-    line = f"{decathlon}: expected a network with out_channels=2, got 5"
-    check(segment("fit", *volumes(tmp_path / "b", decathlon, wide)), tmp_path / "b", line)
+    for side, channels in (("out", 2), ("in", 1)):
+        done = segment("fit", *volumes(tmp_path / side, decathlon, f"--model.net.init_args.{side}_channels=5"))
+        line = f"{decathlon}: expected a network with {side}_channels={channels}, got 5"
+        check(done, tmp_path / side, line)
     file.write_bytes(file.read_bytes()[:200])
     check(segment("fit", *volumes(tmp_path / "c", decathlon)), tmp_path / "c", f"{file}: cannot be read")
 
@@ -230,10 +232,18 @@ NO_ARGUMENT = "has no such argument; did you mean"
         ("--model.net.patch=3", f"model.net.patch: ndlightnet.NDLightNet {NO_ARGUMENT} patch_size?"),
         ("--model.net.init_args.dim=3", f"model.net.dim: ndlightnet.NDLightNet {NO_ARGUMENT} embed_dim?"),
         ("--data.init_args.fraems=3", f"data.fraems: ndlightnet.training.VideoData {NO_ARGUMENT} frames?"),
+        (
+            "--data={class_path: ndlightnet.training.MovingDigits, init_args: {frmes: 3}}",
+            f"data.frmes: ndlightnet.training.MovingDigits {NO_ARGUMENT} frames?",
+        ),
         ("--data.frames=x", "data.frames: x, expected int"),
+        (
+            "--trainer.callbacks={class_path: ndlightnet.training.AveragedWeights, init_args: {decay: x}}",
+            "trainer.callbacks.decay: x, expected float",
+        ),
         ("--model.lr=[1, 2]", "model.lr: [1, 2], expected float"),
         ("--trainer.max_epochs=many", "trainer.max_epochs: many, expected int or null"),
-        ("--data=Images", "data: Images, expected path or dot import path or null"),
+        ("--data=Images", "data: Images, expected path or dot import path"),
         ("--model.net=ndlightnet.NDLightNett", "module 'ndlightnet' has no attribute 'NDLightNett'"),
     ],
 )
@@ -243,6 +253,11 @@ def test_a_wrong_option_is_one_line(classify, tmp_path, option, line):
     assert done.status == 2 and re.fullmatch(f"error: .*{re.escape(line)}\n", done.err), done.err
     assert line.startswith("module") or done.err == f"error: {line}\n"
     assert not any(tmp_path.iterdir())
+
+
+def test_a_wrong_option_of_an_object_in_the_data_is_one_line(segment, tmp_path):
+    done = segment("fit", f"--trainer.default_root_dir={tmp_path}", "--data.init_args.augment.flip_axes=x")
+    assert (done.status, done.err) == (2, "error: data.augment.flip_axes: x, expected tuple\n")
 
 
 @pytest.mark.parametrize(

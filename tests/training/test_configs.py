@@ -223,7 +223,11 @@ def test_a_network_laid_over_a_config_takes_one_step(build, network):
     }
     entry, net = overlay.get("model", {}).get("net", {}), cli.model.net
     assert type(net).__name__ == entry.get("class_path", type(plain.model.net).__name__).rsplit(".")[-1]
-    mixer = entry.get("init_args", {}).get("mixer")
+    options = entry.get("init_args", {})
+    for name in ("in_chans", "in_channels", "out_channels", "num_classes", "strides", "deep_supervision"):
+        if name not in options and hasattr(net, name) and hasattr(plain.model.net, name):
+            assert getattr(net, name) == getattr(plain.model.net, name), name
+    mixer = options.get("mixer")
     if mixer is not None:
         name = (mixer if isinstance(mixer, str) else mixer["class_path"]).rsplit(".")[-1]
         used = [module for module in net.modules() if type(module) is getattr(mixers, name)]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 Cost = tuple[float, int]  # seconds, and the peak of memory (bytes)
@@ -179,10 +178,20 @@ def latencies(task: L.LightningModule, *inputs: Tensor) -> dict[str, float]:
     net: Any = task.net
     batches = {"latency_ms": inputs, "latency_one_ms": [x[:1] for x in inputs]}
     with torch.no_grad(), task.trainer.precision_plugin.forward_context():
-        return {name: 1e3 * median_seconds(partial(net, *batch)) for name, batch in batches.items()}
+        return {name: 1e3 * median_seconds(partial(net, *batch), task.device) for name, batch in batches.items()}
 
 
-def median_seconds(call: Callable[[], Any]) -> float:
-    """Return the median time of a call, after calls to warm up; the device is waited for."""
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange().median)
+def median_seconds(call: Callable[[], Any], device: torch.device, most: int = 30, budget: float = 2.0) -> float:
+    """Return the median time of `most` calls, each with its wait for the device, or of fewer (3 at
+    least) if they take more than `budget` seconds. Two calls before them are not timed."""
+    seconds: list[float] = []
+    for number in range(2 + most):
+        if len(seconds) >= 3 and sum(seconds) > budget:
+            break
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number >= 2:
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)

@@ -35,7 +35,7 @@ LENGTHS = (40, 33, 90)  # the same for one axis: of less than a chunk of 64 toke
 def export(arguments: list[str]) -> int:
     """Run the command `export`. Returns the exit status: 0, or 1 after an error or a difference."""
     try:
-        auto_cli(write_network, args=arguments, parser_class=CommandParser)
+        auto_cli(write_network, args=arguments, parser_class=CommandParser, prog="ndlightnet export")
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -85,6 +85,9 @@ def load_network(run: Path) -> tuple[nn.Module, Path]:
     config = saved_config(root)
     try:
         _, weights = read_checkpoint(ckpt)
+    except ValueError as error:
+        raise DataError(error) from error
+    try:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_subclass_arguments(nn.Module, "net")
         net_config = {"net": yaml.safe_load(config.read_text())["model"]["net"]}

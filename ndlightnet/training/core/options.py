@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from inspect import signature
+from collections.abc import Iterable
+from inspect import isclass, signature
 from itertools import pairwise
 from pathlib import Path
 from pydoc import locate
@@ -15,9 +16,6 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from ndlightnet.data.errors import DataError, one_line, printable
 from ndlightnet.layout.spelling import did_you_mean
-
-# jsonargparse's words on an argument of a class that may also be null
-NESTED = " - Expected a <class 'NoneType'> Given value type: <class 'jsonargparse._util.NestedArg'>"
 
 
 def check(argument: str, value: object, good: bool, expected: str) -> None:
@@ -61,12 +59,18 @@ def shortened(message: str) -> str:
     option = ".".join(re.findall(r'Parser key "([\w.]+)"', line))
     if unknown := re.search(r"class_path '([\w.]+)': Option '(\w+)' is not accepted", line):
         path, name = unknown.groups()
-        names: Any = signature(locate(path)).parameters  # type: ignore[arg-type]
+        source: Any = locate(path)
+        names: Iterable[str] = signature(source).parameters
+        if isclass(source):  # with those that **kwargs pass on
+            names = ArgumentParser().add_class_arguments(source, fail_untyped=False)
         return f"{option}.{name}: {path} has no such argument{did_you_mean(name, names)}"
-    line_of_value = line.partition(NESTED)[0]
-    value = re.search(r"(?:Got value|Given value|path string): (.*?)(?: - |$)", line_of_value)
+    inner = line[max(line.rfind("Parser key"), 0) :]  # what follows its value is of the options around it
+    value = re.search(r"(?:Got value|Given value|path string): (.*?)(?: - |$)", inner)
     types = dict.fromkeys(
-        re.findall(r"Expected a (?:<class '(?:\w+\.)*|typing\.)?(dot import path|Literal\[.*?\]|\w+)", line_of_value)
+        re.findall(
+            r"Expected a (?:<class '(?:\w+\.)*|typing\.)?(dot import path|Literal\[.*?\]|\w+)",
+            inner[: value.start(1) if value else 0],
+        )
     )
     expected = " or ".join(types).replace("NoneType", "null")
     return f"{option}: {value[1]}, expected {expected}" if option and value and types else line

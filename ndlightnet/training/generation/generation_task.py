@@ -238,14 +238,14 @@ class GenerationTask(Task):
         features = torch.cat([self.measured(data.from_pixels(x.to(self.device))) for x in batches])
         chosen = linspace_indices(min(NEIGHBOURS, len(pixels)), len(pixels))
         nearest, train = self.compare_with_training(torch.cat([features, real]), chosen, max(len(pixels), FEWEST))
-        precision, coverage = precision_and_recall(real, features)
+        precision, recall = precision_and_recall(real, features)
         of_samples, of_real = nearest.distances.split([len(features), len(real)])
         agree = (nearest.labels[: len(labels)].cpu() == labels).float().mean()
         metrics = {
             "frechet": frechet_distance(features, real),
             "frechet_train": frechet_distance(train, real),
             "precision": precision,
-            "recall": coverage,
+            "recall": recall,
             "nearest_has_class": float(agree) if self.conditional else None,
             "nearest_distance": float(of_samples.median()),
             "nearest_distance_test": float(of_real.median()),
@@ -265,7 +265,7 @@ class GenerationTask(Task):
         save_nearest(self.out() / "nearest.png", drawn, nearest.near, classes)
         self.summary = (
             f"Frechet distance {metrics['frechet']:.3g} (of {len(train)} training samples "
-            f"{metrics['frechet_train']:.3g}), precision {precision:.3f}, recall {coverage:.3f}, in "
+            f"{metrics['frechet_train']:.3g}), precision {precision:.3f}, recall {recall:.3f}, in "
             f"{self.measured.name}, {len(labels)} samples against {len(real)} of the test; see "
             f"{self.out()}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from argparse import ArgumentParser
+from argparse import ArgumentError, ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +79,20 @@ def _show(text: str) -> None:
 
 
 def _with_files(arguments: list[str]) -> list[str]:
-    """Replace a run's folder in `--ckpt_path` by its best or last checkpoint, and add the config
-    that `fit` has saved in the run if there is none among the arguments."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    """Add the best or last checkpoint of a run's folder in `--ckpt_path`, which overrides it, and, if
+    there is no config among the arguments, the one that `fit` has saved in the run."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--ckpt_path")
     parser.add_argument("-c", "--config", action="append")
-    files, others = parser.parse_known_args(arguments)
+    try:
+        files, _ = parser.parse_known_args(arguments)
+    except ArgumentError as error:
+        raise DataError(error) from error
     if files.ckpt_path is None:
         raise DataError("--ckpt_path: expected a checkpoint or the folder of a run, got none")
     checkpoint, run = find_checkpoint(Path(files.ckpt_path))
     try:
-        configs = files.config or [saved_config(run)]
+        configs = [] if files.config else [f"--config={saved_config(run)}"]
     except DataError as error:
         raise DataError(f"{error}; expected it, or --config FILE") from error
-    return [*(f"--config={config}" for config in configs), f"--ckpt_path={checkpoint}", *others]
+    return [*configs, *arguments, f"--ckpt_path={checkpoint}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -14,15 +15,12 @@ COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#F0E442", "#CC
 RIGHT, WRONG = "#1a7f37", "#cf222e"  # answers
 BLUE, GREY, LIGHT = "#0969da", "#777777", "#DDDDDD"  # a line, one to compare with, a grid
 # of Linux, macOS and Windows, with scripts that matplotlib's own font lacks
-FONTS = (
-    """
-Noto Sans CJK SC, Noto Sans CJK JP, Noto Sans CJK TC, Noto Sans CJK KR, Noto Sans SC, Source Han Sans SC,
+FONTS = re.split(
+    r",\s+",
+    """Noto Sans CJK SC, Noto Sans CJK JP, Noto Sans CJK TC, Noto Sans CJK KR, Noto Sans SC, Source Han Sans SC,
 WenQuanYi Micro Hei, WenQuanYi Zen Hei, Droid Sans Fallback, PingFang SC, PingFang HK, Hiragino Sans GB, Heiti TC,
 Arial Unicode MS, Apple SD Gothic Neo, Microsoft YaHei, SimHei, Yu Gothic, Malgun Gothic, Nirmala UI, Leelawadee UI,
-Noto Sans Devanagari, Noto Sans Thai, Noto Sans Arabic, Noto Sans Hebrew, Noto Sans
-""".replace("\n", " ")
-    .strip()
-    .split(", ")
+Noto Sans Devanagari, Noto Sans Thai, Noto Sans Arabic, Noto Sans Hebrew, Noto Sans""",
 )
 
 

@@ -182,9 +182,10 @@ class Photographs(Labelled):
     def _read(self, files: ImageFiles) -> tuple[Tensor, Tensor]:
         images = FolderImages(files, self.data.channels, self.data.evaluate)
         with ThreadPoolExecutor() as pool:
-            samples = [x for x in pool.map(images.__getitem__, range(len(images))) if x.image is not None]
-        pixels = torch.stack([sample.image for sample in samples if sample.image is not None])
-        return pixels.to(self.device), torch.tensor([sample.label for sample in samples], device=self.device)
+            samples = list(pool.map(images.__getitem__, range(len(images))))
+        pairs = [(x.image, x.label) for x in samples if x.image is not None]
+        pixels, labels = zip(*pairs, strict=True)
+        return torch.stack(pixels).to(self.device), torch.tensor(labels, device=self.device)
 
     def batches(self, seed: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
         (images, labels), size, draws = self.splits["train"], self.size, torch.Generator(self.device)

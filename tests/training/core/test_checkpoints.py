@@ -39,7 +39,10 @@ def test_a_kill_while_it_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", half)
     if (child := os.fork()) == 0:
-        writer.save_checkpoint({"epoch": 2}, path)
+        try:
+            writer.save_checkpoint({"epoch": 2}, path)
+        finally:
+            os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert torch.load(path, weights_only=True) == {"epoch": 1}
     (draft,) = set(tmp_path.iterdir()) - {path}

@@ -50,7 +50,11 @@ def test_flops(net, shape, flops):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "build", [lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1]), lambda: SegResNet(3, 1, 2, init_filters=8)]
+    "build",
+    [
+        lambda: NDLightUNet(3, widths=[4, 8, 8], depths=[0, 0, 1], deep_supervision=True),  # more outputs in training
+        lambda: SegResNet(3, 1, 2, init_filters=8),
+    ],
 )
 def test_flops_are_those_of_a_forward_and_leave_the_network_as_it_was(build):
     net, shape = build().train(), (1, 1, 9, 14, 11)
@@ -210,7 +214,31 @@ def test_latency_is_that_of_tests_of_a_batch_and_of_one():
     milliseconds = latencies(task, torch.zeros(4, 2))
     assert set(milliseconds) == {"latency_ms", "latency_one_ms"} and 0 < max(milliseconds.values()) < 100
     assert calls == {((4, 2), True, False), ((1, 2), True, False)}
-    assert 0.01 < median_seconds(lambda: costs.time.sleep(0.01)) < 0.05
+    assert 0.01 < median_seconds(lambda: costs.time.sleep(0.01), task.device) < 0.05
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "durations, count",
+    [
+        ([9.0, 9.0, 0.5, 0.5, 0.75, 0.5], 6),  # after four: 2.25 s
+        ([9.0, 9.0, 0.25, 8.0, 0.5], 5),  # three at least
+        ([9.0, 9.0, *[2**-6] * 16, *[2**-4] * 14, 9.0], 32),
+    ],
+)
+def test_seconds_are_the_median_of_single_calls(monkeypatch, device, durations, count):
+    """Each with its wait: on a GPU a call returns before its work is done."""
+    clock, ahead, waits = [0.0], iter(durations), []
+
+    def work(device=None):
+        waits.append(device)
+        clock[0] += next(ahead)
+
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(costs.torch.cuda, "synchronize", work)
+    call = work if device == "cpu" else lambda: None
+    assert median_seconds(call, torch.device(device)) == sorted(durations[2:count])[(count - 2) // 2]
+    assert waits == [None if device == "cpu" else torch.device(device)] * count
 
 
 def test_state_size():

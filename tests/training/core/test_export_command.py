@@ -131,6 +131,10 @@ def test_what_does_not_fit_is_one_line(tmp_path, capsys):
     ):
         assert main(["export", str(path), "--to", "onnx"]) == 1
         assert re.fullmatch(f"error: .*{re.escape(line)}.*\n", capsys.readouterr().err)
+    ckpt = folder / "checkpoints" / "best.ckpt"
+    ckpt.write_text("x")
+    assert main(["export", str(folder), "--to", "onnx"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {ckpt}: not a checkpoint")
     with pytest.raises(SystemExit):
         main(["export", str(folder), "--to", "onn"])
     assert capsys.readouterr().err == "error: to: onn, expected Literal['onnx', 'pt2']\n"

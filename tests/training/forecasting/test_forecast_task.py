@@ -137,6 +137,10 @@ def test_metrics_by_hand(trained, folder):
     assert metrics["steps"] == 10 * ((500 - 78 + 1) // 32) and metrics["step_ms"] > 0
     best = metrics["fit"]["best"]
     assert best["val_score"] == -best["val_mse"] >= metrics["fit"]["last"]["val_score"]
+    values, times, target, _ = zip(*(data.val_set[i] for i in range(len(data.val_set))), strict=True)
+    with torch.no_grad():
+        mse = (net(torch.stack(values), torch.stack(times)) - torch.stack(target)).square().mean()
+    assert len(values) == 71 and metrics["fit"]["last"]["val_mse"] == pytest.approx(mse.item(), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize(
     "place, path", [(".", "run"), (".", "run/checkpoints/last.ckpt"), ("run/checkpoints", "last.ckpt")]
 )
-def test_the_command_prints_what_the_function_yields(trained, capsys, monkeypatch, place, path):
+def test_the_command_prints_what_the_function_yields(trained, tmp_path, capsys, monkeypatch, place, path):
     monkeypatch.chdir(trained / place)
     net = NDLightNet.from_checkpoint(trained / "run/checkpoints/last.ckpt")
     arguments = ["--ckpt_path", path, "--prompt", "ab", "--length=12"]
@@ -56,6 +56,11 @@ def test_the_command_prints_what_the_function_yields(trained, capsys, monkeypatc
     assert capsys.readouterr().out == f"ab{expected.decode(errors='replace')}\n"
     drawn = [(generate([*arguments, f"--seed={seed}"]), capsys.readouterr().out)[1] for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
+    saved, config = (trained / "run" / "config.yaml").read_text(), f"--config={tmp_path}/2.yaml"
+    (tmp_path / "2.yaml").write_text(f"{saved}\nseed: 2\nckpt_path: gone\n".replace("ckpt_path: null\n", ""))
+    for order, seed in ((["--seed=1", config], 2), ([config, "--seed=1"], 0)):
+        generate([*arguments, *order])  # the last seed is taken, but the checkpoint of the arguments
+        assert capsys.readouterr().out == drawn[seed]
 
 
 @pytest.mark.slow
@@ -65,6 +70,7 @@ def test_what_generate_refuses_is_one_line(trained, tmp_path):
     (tmp_path / "a" / "a.ckpt").touch()
     for arguments, message in (
         ([], "--ckpt_path: expected a checkpoint or the folder of a run"),
+        (["--ckpt_path"], "argument --ckpt_path: expected one argument"),
         (["--ckpt_path=gone"], "gone: no such checkpoint"),
         ([f"--ckpt_path={tmp_path}"], f"{tmp_path}: a folder, expected a checkpoint that"),
         ([f"--ckpt_path={tmp_path}/a/a.ckpt"], f"{tmp_path}/config.yaml: no such file, which"),
