@@ -11,13 +11,27 @@ from typing import Any
 
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor
-from torch import nn
+from torch import Tensor, nn
 
 from ndlightnet.integrations.diffusers import NAME, LightNetAttnProcessor, refused
 from ndlightnet.integrations.replace import Options, Refusal, Replacement, projections
 from ndlightnet.integrations.tokens import HiddenStatesMixer
 
 PLAIN = (AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor)  # compute one and the same function
+
+
+class SelfAttentionMixer(HiddenStatesMixer):
+    """A mixer with the call of diffusers' `Attention`, whose second argument is another source: it is refused."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        options["encoder_hidden_states"] = encoder_hidden_states
+        return super().forward(hidden_states, attention_mask, **options)
 
 
 def known(module: nn.Module) -> bool:
@@ -57,7 +71,7 @@ def _mixer(module: Any, plain: bool, options: Options) -> Replacement | Refusal:
         return Refusal(f"it maps {dim} channels to {module.out_dim}")
     tokens = options.tokens(dim, module.heads, bias=module.use_bias)
     old = projections(q=module.to_q, k=module.to_k, v=module.to_v, o=module.to_out[0])
-    return options.replacement(HiddenStatesMixer(tokens), tokens, old, "dropout" if module.dropout else "")
+    return options.replacement(SelfAttentionMixer(tokens), tokens, old, "dropout" if module.dropout else "")
 
 
 def _copy(module: Any, processor: Any) -> Any:

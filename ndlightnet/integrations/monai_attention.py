@@ -33,28 +33,39 @@ class SABlock(nn.Module):
     use_flash_attention change nothing: statistics are float32 or wider.
 
     Args:
-        args, options: those of MONAI's.
-        mixer, grid, prefix, layer: as in TokenMixer.
+        mixer, grid, prefix, layer: as in TokenMixer; the others: those of MONAI's.
     """
 
     def __init__(
         self,
-        *args: Any,
+        hidden_size: int,
+        num_heads: int,
+        dropout_rate: float = 0.0,
+        qkv_bias: bool = False,
+        save_attn: bool = False,
+        dim_head: int | None = None,
+        hidden_input_size: int | None = None,
+        causal: bool = False,
+        sequence_length: int | None = None,
+        rel_pos_embedding: str | None = None,
+        input_size: Shape | None = None,
+        attention_dtype: torch.dtype | None = None,
+        include_fc: bool = True,
+        use_combined_linear: bool = True,
+        use_flash_attention: bool = False,
+        *,
         mixer: Named | None = None,
         grid: GridSource | None = None,
         prefix: int = 0,
         layer: int = 0,
-        **options: Any,
     ) -> None:
         super().__init__()
-        with torch.device("meta"):  # it tells what its arguments mean
-            old: Any = selfattention.SABlock(*args, **options)
-        if reason := _reason(old):
+        dim, inner = hidden_input_size or hidden_size, num_heads * dim_head if dim_head else hidden_size
+        if reason := _reason(dim, inner, save_attn, rel_pos_embedding, include_fc):
             raise ValueError(reason)
-        self.causal, grid = old.causal, None if old.causal else grid
-        place: Any = {"grid": grid, "prefix": prefix, "layer": layer}
-        self.tokens = TokenMixer(old.hidden_input_size, old.num_heads, mixer, causal=old.causal, **place)
-        self.drop_output = nn.Dropout(old.dropout_rate)
+        self.causal, grid = causal, None if causal else grid
+        self.tokens = TokenMixer(dim, num_heads, mixer, grid=grid, prefix=prefix, causal=causal, layer=layer)
+        self.drop_output = nn.Dropout(dropout_rate)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Map tokens (batch, length, dim) to the same shape. attn_mask: (batch, length), 0 or False = padding."""
@@ -69,19 +80,37 @@ class CrossAttentionBlock(nn.Module):
     """A mixer with the constructor and the call of MONAI's `CrossAttentionBlock`; what it refuses
     is what SABlock does, and causal=True. A `mixer` needs a cross form."""
 
-    def __init__(self, *args: Any, mixer: Named | None = None, layer: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        dropout_rate: float = 0.0,
+        hidden_input_size: int | None = None,
+        context_input_size: int | None = None,
+        dim_head: int | None = None,
+        qkv_bias: bool = False,
+        save_attn: bool = False,
+        causal: bool = False,
+        sequence_length: int | None = None,
+        rel_pos_embedding: str | None = None,
+        input_size: Shape | None = None,
+        attention_dtype: torch.dtype | None = None,
+        use_flash_attention: bool = False,
+        *,
+        mixer: Named | None = None,
+        layer: int = 0,
+    ) -> None:
         super().__init__()
-        with torch.device("meta"):
-            old: Any = MonaiCross(*args, **options)
-        dim, source = old.hidden_input_size, old.context_input_size
-        if reason := _reason(old):
+        dim, inner = hidden_input_size or hidden_size, num_heads * dim_head if dim_head else hidden_size
+        if reason := _reason(dim, inner, save_attn, rel_pos_embedding, causal=causal):
             raise ValueError(reason)
+        source = context_input_size or hidden_size
         if mixer is not None and source != dim:
             raise ValueError(f"its source has {source} channels, and a mixer reads {dim}")
-        self.tokens = TokenMixer(dim, old.num_heads, mixer, layer=layer, context_dim=source)
+        self.tokens = TokenMixer(dim, num_heads, mixer, layer=layer, context_dim=source)
         if not reads_context(self.tokens.mixer):
             raise ValueError(f"it reads another source, and {_name(self.tokens.mixer)} cannot")
-        self.drop_output = nn.Dropout(old.dropout_rate)
+        self.drop_output = nn.Dropout(dropout_rate)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Map tokens (batch, length, dim) to the same shape; they read a context (batch, source,
@@ -143,7 +172,7 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
         return _swin(old, common, options)
     if isinstance(module, spatialattention.SpatialAttentionBlock):
         return _spatial(old, common, options)
-    if reason := _reason(old):
+    if reason := _reason_of(old):
         return Refusal(reason)
     sizes = old.hidden_input_size, old.num_heads, old.drop_output.p
     if isinstance(module, MonaiCross):
@@ -153,8 +182,7 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
             return Refusal(str(error))
     else:
         grid, prefix = _grid(name, model, options)
-        common |= {"causal": old.causal, "sequence_length": old.sequence_length}
-        block = SABlock(*sizes, grid=grid, prefix=prefix, **common)
+        block = SABlock(*sizes, causal=old.causal, grid=grid, prefix=prefix, **common)
     without = WEIGHTS_DROPOUT if old.drop_weights.p else ""
     return options.replacement(block, block.tokens, _projections(old), without)
 
@@ -171,7 +199,7 @@ def _swin(old: Any, common: dict[str, Any], options: Options) -> Replacement:
 
 
 def _spatial(old: Any, common: dict[str, Any], options: Options) -> Replacement | Refusal:
-    if reason := _reason(old.attn):
+    if reason := _reason_of(old.attn):
         return Refusal(reason)
     sizes = old.spatial_dims, old.norm.num_channels, old.attn.dim_head, old.norm.num_groups
     new = SpatialAttentionBlock(*sizes, **common)
@@ -180,17 +208,24 @@ def _spatial(old: Any, common: dict[str, Any], options: Options) -> Replacement 
     return Replacement(new, f"{_name(new.attn)} on the grid of its input{begun}")
 
 
-def _reason(old: Any) -> str:
+def _reason_of(old: Any) -> str:
     """Return why an attention layer of MONAI has no counterpart; empty if it has one."""
     dim, cross, with_fc = old.hidden_input_size, isinstance(old, MonaiCross), isinstance(old.out_proj, nn.Linear)
     inner = old.out_proj.in_features if with_fc else dim
-    biased = old.rel_positional_embedding is not None
+    return _reason(dim, inner, old.save_attn, old.rel_positional_embedding, with_fc, cross and old.causal)
+
+
+def _reason(
+    dim: int, inner: int, save_attn: bool, bias: object, include_fc: bool = True, causal: bool = False
+) -> str:
+    """Return why a layer with heads of `inner` channels together has no counterpart. causal: of one that reads another
+    source."""
     wrong = {
         f"its heads have {inner} channels, expected those of its input, {dim}": inner != dim,
-        "save_attn=True, and there are no weights to save": old.save_attn,
-        "rel_pos_embedding adds a bias to each pair of tokens, and LightNet has no scores of pairs": biased,
-        "include_fc=False, and a mixer has an output projection": not with_fc,
-        "causal=True, and a source is read as a whole": cross and old.causal,
+        "save_attn=True, and there are no weights to save": save_attn,
+        "rel_pos_embedding adds a bias to each pair of tokens, and LightNet has no scores of pairs": bias is not None,
+        "include_fc=False, and a mixer has an output projection": not include_fc,
+        "causal=True, and a source is read as a whole": causal,
     }
     return "; ".join(reason for reason, is_so in wrong.items() if is_so)
 

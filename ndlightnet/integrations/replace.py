@@ -179,7 +179,7 @@ def replace_attention(
     switches: dict[nn.Module, Callable[[], None]] = {}
     answers: dict[int, tuple[Replacement | Refusal, str]] = {}  # of a layer, and its first name
     for name, module, file in _layers(model):
-        if not (where is None or (where(name, module) if callable(where) else fnmatchcase(name, where))):
+        if not _selects(where, name, module):
             report.left[name] = f"{_kind(module)}, not selected by where={where!r}"
             continue
         if id(module) not in answers:
@@ -193,7 +193,8 @@ def replace_attention(
             continue
         new[name] = _like(answer.new, module)
         if answer.switch is not None:
-            switches.update([answer.switch])
+            owner, switch = answer.switch
+            switches[owner] = switch
         shared = "" if first == name else f", shared with {first}"
         without = f"; without its {', '.join(answer.without)}" if answer.without else ""
         report.replaced[name] = f"{_kind(module)} -> {answer.what}{shared}{without}"
@@ -212,6 +213,13 @@ def replace_attention(
     for switch in switches.values():
         switch()
     return report
+
+
+def _selects(where: Where | None, name: str, module: nn.Module) -> bool:
+    """Return whether `where` means the module of a name."""
+    if where is None:
+        return True
+    return where(name, module) if callable(where) else fnmatchcase(name, where)
 
 
 def around(name: str, model: nn.Module) -> Iterator[nn.Module]:

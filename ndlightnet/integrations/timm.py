@@ -53,8 +53,9 @@ def images(
     return net
 
 
-def _register(name: str, network: partial[NDLightNet]) -> None:
-    """Register a network of the library with timm, under the same name."""
+def _register(name: str, network: partial[NDLightNet], mixer: str) -> None:
+    """Register a network of the library with timm. mixer: its mixer, in words."""
+    width = network.keywords["embed_dim"]
 
     def make(pretrained: bool = False, **options: Any) -> Any:
         features = {"out_indices": 3, "feature_cls": "getter"}
@@ -62,13 +63,13 @@ def _register(name: str, network: partial[NDLightNet]) -> None:
         return build_model_with_cfg(images, name, pretrained, **filters, **network.keywords | options)
 
     make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"{name}, with patches of 16 x 16."
+    make.__doc__ = f"The network `{name}` of width {width} with {mixer}, on patches of 16 x 16."
     globals()[name] = register_model(make)
 
 
 _widths = {"tiny": 192, "small": 384, "base": 768}
-_networks = {f"ndlightnet_{size}": getattr(ndlightnet, f"ndlightnet_{size}") for size in _widths}
-_networks |= {f"ndlightnet_{size}_local": partial(NDLightNet, embed_dim=width) for size, width in _widths.items()}
+_paper = {f"ndlightnet_{size}": getattr(ndlightnet, f"ndlightnet_{size}") for size in _widths}
+_local = {f"ndlightnet_{size}_local": partial(NDLightNet, embed_dim=width) for size, width in _widths.items()}
 _config = {
     "input_size": (3, 224, 224),
     "num_classes": 1000,
@@ -80,6 +81,8 @@ _config = {
     "first_conv": "embed.proj",
     "classifier": "head",
 }
-default_cfgs = generate_default_cfgs({name: {**_config} for name in _networks})
-for _name, _network in _networks.items():
-    _register(_name, _network)
+default_cfgs = generate_default_cfgs({name: {**_config} for name in (*_paper, *_local)})
+for _name, _network in _paper.items():
+    _register(_name, _network, "the paper's mixer")
+for _name, _network in _local.items():
+    _register(_name, _network, "the default mixer, which has local mixing")

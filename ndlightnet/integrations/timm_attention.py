@@ -49,30 +49,37 @@ class Attention(nn.Module):
     not used, as LightNet attention has a norm and a gate of its own; nor is attn_drop, as there are no weights to drop.
 
     Args:
-        args, device, dtype, options: those of timm's.
-        mixer, grid, prefix, layer: as in TokenMixer.
+        mixer, grid, prefix, layer: as in TokenMixer; the others: those of timm's.
     """
 
     def __init__(
         self,
-        *args: Any,
+        dim: int,
+        num_heads: int = 8,
+        attn_head_dim: int | None = None,
+        dim_out: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        proj_bias: bool = True,
+        gated: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        norm_layer: Any = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
         mixer: Named | None = None,
         grid: GridSource | None = None,
         prefix: int = 0,
         layer: int = 0,
-        **options: Any,
     ) -> None:
         super().__init__()
-        with torch.device("meta"):  # it tells what its arguments mean
-            old: Any = TimmAttention(*args, **options)
-        if reason := _reason(old):
+        if reason := _reason(dim, num_heads * attn_head_dim if attn_head_dim else dim, dim_out or dim):
             raise ValueError(reason)
-        bias = old.qkv.bias is not None or old.proj.bias is not None
-        dim = old.qkv.in_features
-        self.tokens = TokenMixer(dim, old.num_heads, mixer, grid=grid, prefix=prefix, layer=layer, bias=bias)
-        self.proj_drop = nn.Dropout(old.proj_drop.p)
+        bias = qkv_bias or proj_bias
+        self.tokens = TokenMixer(dim, num_heads, mixer, grid=grid, prefix=prefix, layer=layer, bias=bias)
+        self.proj_drop = nn.Dropout(proj_drop)
         self.to(device, dtype)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -83,9 +90,8 @@ class Attention(nn.Module):
         return out
 
 
-def _reason(old: Any) -> str:
-    """Return why a layer of timm has no counterpart, for its sizes; empty if it has one."""
-    dim, inner, outputs = old.qkv.in_features, old.qkv.out_features // 3, old.proj.out_features
+def _reason(dim: int, inner: int, outputs: int) -> str:
+    """Return why a layer with heads of `inner` channels together has no counterpart; empty if it has one."""
     if inner == dim == outputs:
         return ""
     return f"its heads have {inner} channels and its output {outputs}: expected dim={dim}"
@@ -107,7 +113,8 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
     if any(type(outer).__name__ == "NaFlexVit" for outer in around(name, model)):
         return Refusal("NaFlexVit hides different keys from different queries (symmetric masks)")
     old: Any = module
-    if reason := _reason(old):
+    dim = old.qkv.in_features
+    if reason := _reason(dim, old.qkv.out_features // 3, old.proj.out_features):
         return Refusal(reason)
     grid: GridSource | None = options.grid
     network_grid, prefix = _grid(name, model)
@@ -118,9 +125,9 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
         return Refusal(f"its network has a grid {network_grid()} and prefix {prefix}, and {arguments} were given")
     else:
         grid = network_grid
-    shape: Any = {"qkv_bias": old.qkv.bias is not None, "proj_bias": old.proj.bias is not None}
+    biases: Any = {"qkv_bias": old.qkv.bias is not None, "proj_bias": old.proj.bias is not None}
     place: Any = {"mixer": options.mixer, "grid": grid, "prefix": prefix, "layer": options.layer}
-    new = Attention(old.qkv.in_features, old.num_heads, **shape, proj_drop=old.proj_drop.p, **place)
+    new = Attention(dim, old.num_heads, **biases, proj_drop=old.proj_drop.p, **place)
     weights = thirds(old.qkv.weight, old.qkv.bias) | projections(o=old.proj)
     return options.replacement(new, new.tokens, weights, *_lost(old))
 

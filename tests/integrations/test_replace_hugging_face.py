@@ -246,6 +246,8 @@ def test_mixers_in_a_unet_see_no_padding() -> None:
     torch.testing.assert_close(layer(x, attention_mask=bias)[:, :6], layer(x[:, :6]))
     with pytest.raises(ValueError, match="encoder_hidden_states: a mixer takes hidden states"):
         layer(x, encoder_hidden_states=x)
+    with pytest.raises(ValueError, match="encoder_hidden_states: a mixer takes hidden states"):
+        layer(x, x)  # as diffusers' image projections call it
 
 
 def test_one_layer_of_flux() -> None:

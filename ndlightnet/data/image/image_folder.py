@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import TRIES, DataError, readable
-from ndlightnet.data.folders import class_folders, list_files
+from ndlightnet.data.folders import Notes, class_folders, list_files
 from ndlightnet.data.image.image_files import decode, has_deep_colours, largest_of, open_image
 from ndlightnet.data.sampling import linspace_indices
 
@@ -53,7 +53,7 @@ class ImageFiles:
         return ImageFiles(self.root, self.names[at], self.labels[at])
 
 
-def list_images(split: Path, classes: Sequence[str], notes: list[str] | None = None) -> ImageFiles:
+def list_images(split: Path, classes: Sequence[str], notes: Notes = None) -> ImageFiles:
     """Return the images in `split/CLASS`, at any depth, with the numbers of their classes. A line on other files of
     each folder is added to `notes`. DataError as `class_folders`, and for a class folder without an image."""
     names: list[bytes] = []
@@ -65,7 +65,7 @@ def list_images(split: Path, classes: Sequence[str], notes: list[str] | None = N
     return ImageFiles(split, np.array(names, np.bytes_), np.array(labels, np.int64))
 
 
-def find_images(path: str | Path, notes: list[str] | None = None) -> ImageFiles:
+def find_images(path: str | Path, notes: Notes = None) -> ImageFiles:
     """Return a file, or the images of a folder at any depth, with labels 0; DataError if none."""
     path = Path(path)
     files = list_files(path, ENDINGS, notes)
@@ -171,7 +171,7 @@ def collate(samples: Sequence[Sample], space: Sequence[int], channels: int) -> t
     good = [(sample.image, sample.label, sample.number) for sample in samples if sample.image is not None]
     empty = torch.empty(0, channels, *space, dtype=torch.uint8)
     images = torch.stack([image for image, _, _ in good]) if good else empty
-    pairs = torch.tensor([pair for _, *pair in good], dtype=torch.int64)
-    labels, numbers = pairs.reshape(-1, 2).T.contiguous()
+    labels = torch.tensor([label for _, label, _ in good], dtype=torch.int64)
+    numbers = torch.tensor([number for _, _, number in good], dtype=torch.int64)
     problems = [line for sample in samples for line in sample.problems]
     return images, labels, numbers, samples[0].draw, problems

@@ -10,6 +10,7 @@ no motion into it.
 
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,9 @@ def make_moving_digits(
             f"at least {len(MOTIONS)} clips in train and test, 2 frames, and an even size from 24 expected, "
             f"got {train=}, {test=}, {frames=}, {size=}"
         )
-    images, _, sources = _sources(seed)
 
     def draw(split: Path, number: int, rng: np.random.Generator) -> None:
+        images, _, sources = _sources(seed)
         motion = MOTIONS[number % len(MOTIONS)]
         source = int(rng.choice(sources[split.name]))
         pictures = _draw(images[source], _path(motion, frames, size, rng), size, rng, size * 9 // 20)
@@ -79,9 +80,9 @@ def make_coloured_digits(
             f"at least {len(DIGITS)} pictures in train and test, and a size from 16 expected, "
             f"got {train=}, {test=}, {size=}"
         )
-    images, labels, sources = _sources(seed)
 
     def draw(split: Path, number: int, rng: np.random.Generator) -> None:
+        images, labels, sources = _sources(seed)
         digit = number % len(DIGITS)
         source = int(rng.choice([n for n in sources[split.name] if labels[n] == digit]))
         glyph = int(rng.integers(size * 5 // 8, size * 7 // 8 + 1))
@@ -103,6 +104,7 @@ def still_digits(size: int) -> dict[str, tuple[npt.NDArray[np.uint8], Labels]]:
     return {split: (pixels[numbers], labels[numbers]) for split, numbers in sources.items()}
 
 
+@cache
 def _sources(seed: int) -> tuple[Array, Labels, dict[str, Labels]]:
     """Return the images of digits, (1797, 8, 8) in [0, 1], the digit of each, (1797,), and the numbers of those for
     train and for test."""

@@ -103,7 +103,7 @@ class Canvas:
         hu: float | Floats,
         label: int,
         tilt: Triple = (0, 0, 0),
-        within: Any = True,
+        within: Mask | bool = True,
     ) -> Mask:
         """Paint an ellipsoid (mm; tilt: degrees about x, y, z) cut to the mask `within`; return its mask."""
         # Only the cells around it are computed: most organs are small against the grid.

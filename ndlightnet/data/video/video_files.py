@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folders import NAMED, class_folders, class_names, list_files
+from ndlightnet.data.folders import NAMED, Notes, class_folders, class_names, list_files
 from ndlightnet.data.media import open_media
 from ndlightnet.data.threads import in_threads
 from ndlightnet.data.video.film import ORIENTATIONS, choose_film, converter
@@ -260,7 +260,7 @@ class VideoFolder(NamedTuple):
     test: tuple[Sample, ...]
 
 
-def read_video_folder(folder: str | Path, notes: list[str] | None = None) -> VideoFolder:
+def read_video_folder(folder: str | Path, notes: Notes = None) -> VideoFolder:
     """List `train/<class>/` and `test/<class>/`, at any depth; opens no video. A line on other entries of each folder
     is added to `notes`. DataError as `class_folders`, and for a class folder without videos."""
     folder = Path(folder)
@@ -276,7 +276,7 @@ def read_video_folder(folder: str | Path, notes: list[str] | None = None) -> Vid
     return VideoFolder(folder, classes, train, test)
 
 
-def find_videos(path: str | Path, notes: list[str] | None = None) -> list[Path]:
+def find_videos(path: str | Path, notes: Notes = None) -> list[Path]:
     """Return the video at `path`, or all in that folder and its subfolders, sorted; DataError if there is none. A line
     on other files is added to `notes`."""
     return [Path(file) for file in list_files(Path(path), ENDINGS, notes)]

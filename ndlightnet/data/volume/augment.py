@@ -27,8 +27,16 @@ SIGMA = (0.5, 1.0)  # of the blur, cells
 FACTOR = (0.75, 1.25)  # of brightness and of contrast
 LOW = (0.5, 1.0)  # fraction of the cells that a low resolution keeps along an axis
 GAMMA = (0.7, 1.5)
-PROBABILITIES = {"noise": 0.1, "blur": 0.2, "brightness": 0.15, "contrast": 0.15, "low": 0.25}
-PROBABILITIES |= {"inverted gamma": 0.1, "gamma": 0.3, "mirror": 0.5}
+PROBABILITIES = {
+    "noise": 0.1,
+    "blur": 0.2,
+    "brightness": 0.15,
+    "contrast": 0.15,
+    "low": 0.25,
+    "inverted gamma": 0.1,
+    "gamma": 0.3,
+    "mirror": 0.5,
+}
 PER_CHANNEL = {"blur": 0.5, "low": 0.5}  # probability of each channel of a chosen sample
 LINEAR = ("", "linear", "bilinear", "trilinear")  # torch's names, by the number of axes
 TAPS = 3  # the blur's reach in cells: 3 sigma

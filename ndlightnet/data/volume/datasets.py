@@ -59,8 +59,8 @@ def read_dataset(folder: str | Path, notes: Notes = None) -> Dataset:
         raise DataError(f"{file}: no such file, expected a folder in {layouts}") from error
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:  # of brackets that are nested too deeply
-        raise DataError(f"{file}: is not valid JSON ({one_line(error)})") from error
+    except (ValueError, RecursionError) as error:  # Brackets may be nested too deeply for the parser.
+        raise DataError(f"{file}: cannot be read as JSON ({one_line(error)})") from error
     if not dataset.training and not dataset.test:
         raise DataError(f"{file}: lists no case for training or test")
     for case in dataset.training:

@@ -33,8 +33,10 @@ ALIKE = 1e-3  # largest difference of directions and pixel sizes in a series: th
 # Tags that a DICOM-SEG repeats from its source, so that it is filed beside it.
 REFERRED = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID")
 # These may be empty, but the standard requires them; de-identified files lack some.
-FILED = ["PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyDate", "StudyTime", "StudyID"]
-FILED += ["AccessionNumber", "ReferringPhysicianName"]
+FILED = tuple(
+    "PatientID PatientName PatientBirthDate PatientSex StudyDate StudyTime StudyID AccessionNumber "
+    "ReferringPhysicianName".split()
+)
 
 
 def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
@@ -200,7 +202,7 @@ def save_segmentation(labels: Tensor | NDArray[Any], grid: FileGrid, path: str |
         header.SpacingBetweenSlices = apart
     coded = highdicom.sr.CodedConcept
     family = coded("123109", "DCM", "Artificial Intelligence")
-    ours = highdicom.AlgorithmIdentificationSequence(name="ndlightnet", version="1", family=family)
+    algorithm = highdicom.AlgorithmIdentificationSequence(name="ndlightnet", version="1", family=family)
     segments = [
         highdicom.seg.SegmentDescription(
             segment_number=number,
@@ -209,7 +211,7 @@ def save_segmentation(labels: Tensor | NDArray[Any], grid: FileGrid, path: str |
             # The meaning of a name is not known here: a private code with that name stands for it.
             segmented_property_type=coded(str(number), "99NDLIGHTNET", name[:64]),
             algorithm_type="AUTOMATIC",
-            algorithm_identification=ours,
+            algorithm_identification=algorithm,
         )
         for number, name in enumerate(names[1:], 1)
     ]

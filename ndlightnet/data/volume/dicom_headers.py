@@ -2,7 +2,7 @@
 code meets no NaN, no missing tag and no invalid length."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ SCALING = ("RescaleSlope", "RescaleIntercept")
 SAME_PLACE = 0.01  # mm
 # What differs between the volumes of one series: echoes, acquisitions, phases, kinds of images,
 # times. A volume is named by the first that tell it apart.
-VOLUME_TAGS = ["EchoNumbers", "EchoTime", "AcquisitionNumber", "TemporalPositionIdentifier"]
-VOLUME_TAGS += ["NominalPercentageOfCardiacPhase", "TriggerTime", "ImageType", "InversionTime", "FlipAngle"]
-VOLUME_TAGS += ["DiffusionBValue", "KVP", "ConvolutionKernel", "FrameReferenceTime", "AcquisitionTime", "ContentTime"]
+VOLUME_TAGS = tuple(
+    "EchoNumbers EchoTime AcquisitionNumber TemporalPositionIdentifier NominalPercentageOfCardiacPhase TriggerTime "
+    "ImageType InversionTime FlipAngle DiffusionBValue KVP ConvolutionKernel FrameReferenceTime AcquisitionTime "
+    "ContentTime".split()
+)
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,10 @@ def is_dicom(file: Path) -> bool:
     return file.is_file() and file.name != "DICOMDIR" and pydicom.misc.is_dicom(file)
 
 
-def read_header(file: Path, tags: list[str] | None = None, voxels: bool = False) -> Any:
+def read_header(file: Path, tags: Sequence[str] = (), voxels: bool = False) -> Any:
     """Read a header without the voxels; with `voxels` also these; with `tags` only those."""
     with readable(file):
-        return pydicom.dcmread(file, stop_before_pixels=not voxels, specific_tags=tags)
+        return pydicom.dcmread(file, stop_before_pixels=not voxels, specific_tags=list(tags) or None)
 
 
 def text_of(header: Any, tag: str) -> str:

@@ -33,8 +33,12 @@ MANY = 500  # files; reading the headers of more takes seconds, which a progress
 KEPT = 40  # letters of each part of a name
 ONE_SERIES = ("SeriesInstanceUID", "StudyInstanceUID", "PatientID", "FrameOfReferenceUID")
 # The only tags of a header that are held here: there may be tens of thousands of headers.
-TAGS = [*ONE_SERIES, *VOLUME_TAGS, "SOPClassUID", "SOPInstanceUID", "PatientName", "Modality", "SeriesNumber"]
-TAGS += ["SeriesDescription", "ImagePositionPatient", "ImageOrientationPatient", "Rows"]
+TAGS = (
+    *ONE_SERIES,
+    *VOLUME_TAGS,
+    *"SOPClassUID SOPInstanceUID PatientName Modality SeriesNumber SeriesDescription".split(),
+    *"ImagePositionPatient ImageOrientationPatient Rows".split(),
+)
 
 Differences = tuple[tuple[str, str], ...]  # tags and their values
 

@@ -106,6 +106,11 @@ class FileGrid:
         ends = np.array(np.meshgrid(*[(0, n - 1) for n in self.shape[:3]], [1], indexing="ij"))
         return np.asarray(ends.reshape(4, -1).T @ self.affine.T)
 
+    @property
+    def is_picture(self) -> bool:
+        """Whether the file is a picture: one slice, whose pixels have no place in space."""
+        return self.ending != FileGrid.ending
+
     def slabs(self, read: Read) -> Iterator[tuple[int, slice, NDArray[Any]]]:
         """Yield (channel, z, voxels (x, y, n)) in the order in which a file holds them."""
         x, y, z, channels = self.shape
@@ -115,11 +120,15 @@ class FileGrid:
                 layers = slice(low, min(low + step, z))
                 yield channel, layers, read(layers, channel)
 
-    def write_labels(self, labels: Tensor | NDArray[Any], path: Path) -> None:
-        """Write labels (x, y, z), or (x, y, z, frames), on this grid, checked by `label_array`. A series of one frame
-        is a volume."""
-        array = label_array(labels, self.shape[: 4 if labels.ndim == 4 else 3], self.path)
-        array = array[..., 0] if array.shape[3:] == (1,) else array
+    def checked_labels(self, labels: Tensor | NDArray[Any]) -> NDArray[np.uint8 | np.int16]:
+        """Return labels (x, y, z), or (x, y, z, frames), on this grid, as `label_array` does. A series of one frame is
+        a volume; a picture has no frames."""
+        axes = 4 if labels.ndim == 4 and not self.is_picture else 3
+        array = label_array(labels, self.shape[:axes], self.path)
+        return array[..., 0] if array.shape[3:] == (1,) else array
+
+    def write_labels(self, array: NDArray[np.uint8 | np.int16], path: Path) -> None:
+        """Write what `checked_labels` returned."""
         if self.write is not None:
             self.write(array, path)
             return

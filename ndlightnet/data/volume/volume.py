@@ -76,7 +76,7 @@ class Volume:
         notes, units = [], []
         while opened:
             grid, read = opened.pop(0)  # the last reference to what is open
-            if grid.ending != FileGrid.ending and grid.shape[:2] != first.shape[:2]:  # pictures
+            if grid.is_picture and grid.shape[:2] != first.shape[:2]:
                 (wide, high), (width, height) = grid.shape[:2], first.shape[:2]
                 sizes = f"is {wide} x {high} pixels, {first.path} is {width} x {height}"
                 # pixels have no place in space by which to interpolate
@@ -142,8 +142,9 @@ class Volume:
         path = Path(path)
         if not path.name.endswith(self.grid.ending):
             raise ValueError(f"labels are written as {self.grid.ending}, got {path.name}")
+        array = self.grid.checked_labels(labels)
         with atomic_write(path) as draft:
-            self.grid.write_labels(labels, draft)
+            self.grid.write_labels(array, draft)
 
     def save_dicom_seg(self, labels: Tensor | NDArray[Any], path: str | Path, names: Sequence[str]) -> None:
         """Write labels as a DICOM-SEG, see `dicom.save_segmentation`."""
@@ -170,10 +171,11 @@ def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:
     with readable(grid.path), np.errstate(over="ignore"):  # overflow becomes infinite
         voxels = np.empty((channels, *space), np.float32)
         for channel, z, piece in grid.slabs(read):
-            layers = voxels[channel, :, :, z]
-            layers[:] = piece
-            broken[channel] += layers.size - int(np.isfinite(layers).sum())
-            least[channel] = min(least[channel], float(layers.min(where=np.isfinite(layers), initial=np.inf)))
+            values = piece.astype(np.float32)  # in the order of the file
+            voxels[channel, :, :, z] = values
+            count, low = _finite(values)
+            broken[channel] += values.size - count
+            least[channel] = min(least[channel], low)
     notes = list(grid.notes)
     for planes, count, low in zip(voxels, broken, least, strict=True):
         if count > planes.size / 2:
@@ -185,21 +187,27 @@ def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:
     return torch.from_numpy(voxels), notes
 
 
+def _finite(values: NDArray[np.float32]) -> tuple[int, float]:
+    """Return how many values are neither NaN nor infinite, and the least of them, infinity if there is none."""
+    finite = np.isfinite(values)
+    return int(finite.sum()), float(values.min(where=finite, initial=np.inf))
+
+
 def _labels(grid: FileGrid, read: Read, turns: Any, classes: int | None) -> NDArray[np.int16]:
     """Return labels (1 or frames, x, y, z) with the axes of space permuted and flipped by `turns`."""
     with readable(grid.path), np.errstate(invalid="ignore"):
-        numbers = np.empty(grid.shape, np.int16)
+        numbers = np.empty((grid.shape[3], *grid.shape[:3]), np.int16)
         for frame, z, layers in grid.slabs(read):
             if not np.isfinite(layers).all():
                 raise DataError(f"{grid.path}: has labels that are NaN or infinite")
-            numbers[:, :, z, frame] = np.rint(layers)
-            if np.abs(numbers[:, :, z, frame] - layers).max() > LABEL_ERROR:
+            numbers[frame, :, :, z] = np.rint(layers)
+            if np.abs(numbers[frame, :, :, z] - layers).max() > LABEL_ERROR:
                 raise DataError(f"{grid.path}: has labels that are not whole numbers below 32768")
     low, high = numbers.min(), numbers.max()
     if classes is not None and (low < 0 or high >= classes):
         raise DataError(f"{grid.path}: has label values {low}..{high}, expected 0..{classes - 1}")
-    turned = orientations.apply_orientation(numbers, turns)
-    return np.ascontiguousarray(np.moveaxis(turned, -1, 0))
+    turned = orientations.apply_orientation(np.moveaxis(numbers, 0, -1), turns)
+    return np.ascontiguousarray(np.moveaxis(turned, -1, 0))  # copies only what was turned
 
 
 def _check_frames(grids: Iterable[FileGrid]) -> None:

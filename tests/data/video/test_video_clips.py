@@ -63,8 +63,8 @@ def test_train_clips(samples, frames):
 )
 def test_clips_of_a_test(samples, number, frames, clips, crops, expected):
     data = ClipDataset(samples, frames, Framing(42), clips=clips, crops=crops)
-    x, *others = data[number]
-    assert x.shape == (clips * crops, 3, frames, 42, 42) and others == [samples[number].label, number, ""]
+    x, *labels_and_notes = data[number]
+    assert x.shape == (clips * crops, 3, frames, 42, 42) and labels_and_notes == [samples[number].label, number, ""]
     assert [numbers(to_pixels(clip)) for clip in x] == expected and torch.equal(data[number][0], x)
 
 
@@ -101,10 +101,10 @@ def test_clips_do_not_depend_on_whether_the_cache_is_full(samples, thinned, mode
     )
     for number in (0, 1, 2, 2):
         torch.manual_seed(number)
-        clip, *others = held[number]
+        clip, *labels_and_notes = held[number]
         torch.manual_seed(number)
         same, *wanted = full[number]
-        assert torch.equal(clip, same) and others == wanted
+        assert torch.equal(clip, same) and labels_and_notes == wanted
     assert isinstance(held.video(2), torch.Tensor) and not isinstance(full.video(2), torch.Tensor)
 
 
@@ -159,8 +159,8 @@ def test_clips_without_augmentation_are_those_of_a_test(samples):
     """In training, too, perhaps mirrored: for a network that generates them."""
     framing = Framing(28)
     plain = ClipDataset(samples, 4, framing, draw=partial(plain_clip, frames=4, framing=framing))
-    (one,), *others = ClipDataset(samples, 4, framing)[0]
-    assert torch.equal(plain[0][0], one) and plain[0][1:] == tuple(others)
+    (one,), *labels_and_notes = ClipDataset(samples, 4, framing)[0]
+    assert torch.equal(plain[0][0], one) and plain[0][1:] == tuple(labels_and_notes)
     torch.manual_seed(0)
     video = torch.randint(256, (9, 32, 40, 3), dtype=torch.uint8)
     one, draws = plain_clip(video, 4, framing), [plain_clip(video, 4, framing, hflip=True) for _ in range(20)]

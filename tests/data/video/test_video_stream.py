@@ -28,12 +28,13 @@ def encode(path: Path, frames: int = FRAMES, **flags: str) -> Path:
     return write_film(path, noise, options={"g": "10", "qp": "30", "bf": "2"}, flags=flags)
 
 
-@pytest.mark.parametrize("pipe", [False, True])
-@pytest.mark.parametrize("ending", ["mkv", "ts", "nut", "mp4"])
+# An mp4 cannot be read from a pipe, without going back.
+WAYS = [(ending, pipe) for ending in ("mkv", "ts", "nut", "mp4") for pipe in (False, True) if (ending, pipe) != ("mp4", True)]
+
+
+@pytest.mark.parametrize("ending, pipe", WAYS)
 def test_frames_are_those_of_the_reader(tmp_path, ending, pipe):
     source = path = encode(tmp_path / f"a.{ending}")
-    if pipe and ending == "mp4":
-        return  # an mp4 cannot be read without going back
     if pipe:
         source = tmp_path / "pipe"
         pour(path.read_bytes(), source)

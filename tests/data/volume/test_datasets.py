@@ -68,7 +68,7 @@ def test_cases_with_one_file_name_get_different_names(tmp_path):
 FILE, GAPS, ENTRY = "dataset.json", "should number from 0 without gaps", "has an entry without image files"
 TWO_IMAGES = {"image": ["./images/a.nii.gz", "./images/b.nii.gz"]}
 THREE = {"0": "A", "1": "B", "2": "C"}
-BROKEN_TEXT = "is not valid JSON"
+BROKEN_TEXT = "cannot be read as JSON"
 
 
 @pytest.mark.parametrize(

@@ -238,16 +238,16 @@ def test_prepared_once_and_as_they_are(cases, tmp_path, cached):
     for case in cases:
         case.images[0].unlink()
     assert len(data) == 3
-    for number, one in enumerate(expected):
-        for ours in (data[number], pickle.loads(pickle.dumps(data))[number]):
-            assert ours["name"] == one["name"]
+    for number, truth in enumerate(expected):
+        for prepared in (data[number], pickle.loads(pickle.dumps(data))[number]):
+            assert prepared["name"] == truth["name"]
             for key in ("image", "label"):
-                assert isinstance(ours[key], MetaTensor) and ours[key].dtype == one[key].dtype
-                assert torch.equal(ours[key].as_tensor(), one[key].as_tensor())
-                assert torch.equal(ours[key].affine, one[key].affine)
+                assert isinstance(prepared[key], MetaTensor) and prepared[key].dtype == truth[key].dtype
+                assert torch.equal(prepared[key].as_tensor(), truth[key].as_tensor())
+                assert torch.equal(prepared[key].affine, truth[key].affine)
     workers = DataLoader(data, batch_size=None, num_workers=2)
-    for ours, one in zip(workers, expected, strict=True):
-        assert torch.equal(ours["image"].as_tensor(), one["image"].as_tensor())
+    for prepared, truth in zip(workers, expected, strict=True):
+        assert torch.equal(prepared["image"].as_tensor(), truth["image"].as_tensor())
 
 
 @pytest.mark.parametrize("cached", [False, True])
