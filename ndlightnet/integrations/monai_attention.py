@@ -215,9 +215,7 @@ def _reason_of(old: Any) -> str:
     return _reason(dim, inner, old.save_attn, old.rel_positional_embedding, with_fc, cross and old.causal)
 
 
-def _reason(
-    dim: int, inner: int, save_attn: bool, bias: object, include_fc: bool = True, causal: bool = False
-) -> str:
+def _reason(dim: int, inner: int, save_attn: bool, bias: object, include_fc: bool = True, causal: bool = False) -> str:
     """Return why a layer with heads of `inner` channels together has no counterpart. causal: of one that reads another
     source."""
     wrong = {

@@ -33,9 +33,16 @@ ALIKE = 1e-3  # largest difference of directions and pixel sizes in a series: th
 # Tags that a DICOM-SEG repeats from its source, so that it is filed beside it.
 REFERRED = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID")
 # These may be empty, but the standard requires them; de-identified files lack some.
-FILED = tuple(
-    "PatientID PatientName PatientBirthDate PatientSex StudyDate StudyTime StudyID AccessionNumber "
-    "ReferringPhysicianName".split()
+FILED = (
+    "PatientID",
+    "PatientName",
+    "PatientBirthDate",
+    "PatientSex",
+    "StudyDate",
+    "StudyTime",
+    "StudyID",
+    "AccessionNumber",
+    "ReferringPhysicianName",
 )
 
 

@@ -26,10 +26,22 @@ SCALING = ("RescaleSlope", "RescaleIntercept")
 SAME_PLACE = 0.01  # mm
 # What differs between the volumes of one series: echoes, acquisitions, phases, kinds of images,
 # times. A volume is named by the first that tell it apart.
-VOLUME_TAGS = tuple(
-    "EchoNumbers EchoTime AcquisitionNumber TemporalPositionIdentifier NominalPercentageOfCardiacPhase TriggerTime "
-    "ImageType InversionTime FlipAngle DiffusionBValue KVP ConvolutionKernel FrameReferenceTime AcquisitionTime "
-    "ContentTime".split()
+VOLUME_TAGS = (
+    "EchoNumbers",
+    "EchoTime",
+    "AcquisitionNumber",
+    "TemporalPositionIdentifier",
+    "NominalPercentageOfCardiacPhase",
+    "TriggerTime",
+    "ImageType",
+    "InversionTime",
+    "FlipAngle",
+    "DiffusionBValue",
+    "KVP",
+    "ConvolutionKernel",
+    "FrameReferenceTime",
+    "AcquisitionTime",
+    "ContentTime",
 )
 
 

@@ -36,8 +36,15 @@ ONE_SERIES = ("SeriesInstanceUID", "StudyInstanceUID", "PatientID", "FrameOfRefe
 TAGS = (
     *ONE_SERIES,
     *VOLUME_TAGS,
-    *"SOPClassUID SOPInstanceUID PatientName Modality SeriesNumber SeriesDescription".split(),
-    *"ImagePositionPatient ImageOrientationPatient Rows".split(),
+    "SOPClassUID",
+    "SOPInstanceUID",
+    "PatientName",
+    "Modality",
+    "SeriesNumber",
+    "SeriesDescription",
+    "ImagePositionPatient",
+    "ImageOrientationPatient",
+    "Rows",
 )
 
 Differences = tuple[tuple[str, str], ...]  # tags and their values

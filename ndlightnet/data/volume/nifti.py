@@ -24,9 +24,21 @@ SPACING_ERROR = 1e-3  # largest relative difference of two spacings of one heade
 # The codes of xyzt_units: three bits for space, the next three for time.
 SPACE, TIME = {0: "", 1: "m", 2: "mm", 3: "um"}, {8: "s", 16: "ms", 24: "us"}
 # What a label takes from the header of its scan. Other fields and extensions hold names and dates.
-GRID_FIELDS = tuple(
-    "pixdim xyzt_units toffset qform_code sform_code quatern_b quatern_c quatern_d qoffset_x qoffset_y qoffset_z "
-    "srow_x srow_y srow_z".split()
+GRID_FIELDS = (
+    "pixdim",
+    "xyzt_units",
+    "toffset",
+    "qform_code",
+    "sform_code",
+    "quatern_b",
+    "quatern_c",
+    "quatern_d",
+    "qoffset_x",
+    "qoffset_y",
+    "qoffset_z",
+    "srow_x",
+    "srow_y",
+    "srow_z",
 )
 
 

@@ -55,7 +55,7 @@ def test_what_one_input_can_raise_is_a_line_and_an_error_of_ours_is_raised():
 def test_a_case_without_foreground_does_not_spoil_the_validation(monkeypatch):
     """A class that a case has not has no Dice: it is left out, neither 0 nor NaN."""
     task, logged = SegmentationTask(nn.Identity()), {}
-    data = SimpleNamespace(labels=("background", "liver"), patch=(4, 4, 4))
+    data = SimpleNamespace(labels=("background", "liver"), patch=(4, 4, 4), plane=False)
     task._trainer = SimpleNamespace(datamodule=data, sanity_checking=False, world_size=1)  # type: ignore[assignment]
     monkeypatch.setattr(task, "log", lambda name, value, **_: logged.update({name: value}))
     truth = torch.zeros(1, 1, 4, 4, 4)
