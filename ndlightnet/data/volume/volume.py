@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError, atomic_write, readable
 from ndlightnet.data.volume.dicom import save_segmentation
-from ndlightnet.data.volume.file_grid import Case, FileGrid, Read
+from ndlightnet.data.volume.file_grid import SLAB, Case, FileGrid, Read
 from ndlightnet.data.volume.formats import open_file
 
 # Two grids are the same if no corner is off by more than this fraction of the smallest voxel edge.
@@ -167,30 +167,25 @@ def in_space(transform: Callable[[Any], Any], volume: Any) -> Any:
 def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:
     """Return (channels or frames, x, y, z) float32 without NaN or infinity, and notes."""
     *space, channels = grid.shape
-    broken, least = [0] * channels, [np.inf] * channels
     with readable(grid.path), np.errstate(over="ignore"):  # overflow becomes infinite
         voxels = np.empty((channels, *space), np.float32)
         for channel, z, piece in grid.slabs(read):
-            values = piece.astype(np.float32)  # in the order of the file
-            voxels[channel, :, :, z] = values
-            count, low = _finite(values)
-            broken[channel] += values.size - count
-            least[channel] = min(least[channel], low)
+            voxels[channel, :, :, z] = piece
     notes = list(grid.notes)
-    for planes, count, low in zip(voxels, broken, least, strict=True):
-        if count > planes.size / 2:
+    for values in voxels.reshape(channels, -1):
+        count, least = 0, np.inf
+        pieces = [values[low : low + SLAB] for low in range(0, len(values), SLAB)]
+        for piece in pieces:
+            finite = np.isfinite(piece)
+            count += len(piece) - int(finite.sum())
+            least = min(least, float(piece.min(where=finite, initial=np.inf)))
+        if count > len(values) / 2:
             raise DataError(f"{grid.path}: has {count} voxels that are NaN or infinite, over half")
         if count:
-            notes.append(f"{grid.path}: {count} voxels are NaN or infinite, taken as {low:.6g}")
-            for plane in planes:
-                plane[~np.isfinite(plane)] = low
+            notes.append(f"{grid.path}: {count} voxels are NaN or infinite, taken as {least:.6g}")
+            for piece in pieces:
+                piece[~np.isfinite(piece)] = least
     return torch.from_numpy(voxels), notes
-
-
-def _finite(values: NDArray[np.float32]) -> tuple[int, float]:
-    """Return how many values are neither NaN nor infinite, and the least of them, infinity if there is none."""
-    finite = np.isfinite(values)
-    return int(finite.sum()), float(values.min(where=finite, initial=np.inf))
 
 
 def _labels(grid: FileGrid, read: Read, turns: Any, classes: int | None) -> NDArray[np.int16]:
