@@ -1,8 +1,6 @@
 """The film of a file: chosen among streams, its pixels made square, turned and mirrored as the file
 says, by every reader."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Clips take the right frames, decoded when they are needed."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 from pathlib import Path

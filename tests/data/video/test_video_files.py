@@ -1,7 +1,5 @@
 """Readers of videos: frame i is frame i in every container, and nothing is left behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Videos that cannot be read say so; folders of classes; whole videos in memory."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 

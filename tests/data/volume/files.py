@@ -1,7 +1,7 @@
 """Volumes that tests write, and those that they are given."""
 
 import gzip
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import pydicom
 import pytest
 import SimpleITK as sitk
 
-from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
+
+from ..refusals import refuses as refuses
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 # Oblique, unequal spacing, first axis to the left: an affine that forgives nothing.
@@ -64,16 +65,6 @@ def edit(file: Path, **tags: Any) -> None:
             if value is not None:
                 setattr(data, tag, value)
     data.save_as(file)
-
-
-def refuses(act: Callable[[], Any], path: Path | None, words: str, noise: Sequence[str] = ()) -> None:
-    """A DataError of one line that starts with the path and says what is wrong, without the words of `noise`."""
-    with pytest.raises(DataError, match=words) as caught:
-        act()
-    message = str(caught.value)
-    assert message.isprintable() and len(message) < 1000 and not any(word in message for word in noise)
-    if path is not None:
-        assert message.startswith(f"{path}:"), message
 
 
 def patched(data: bytes, start: int, new: bytes) -> bytes:
@@ -163,8 +154,8 @@ def write_series(folder: Path, volume: np.ndarray, gap: float = 2.5, **tags: Any
 
 
 def write_object(file: Path, kind: str, **tags: Any) -> Path:
-    """A DICOM object without an image: RTSTRUCT, SEG or SR."""
-    data, uids = pydicom.Dataset(), {"RTSTRUCT": "481.3", "SEG": "66.4", "SR": "88.11"}
+    """A DICOM object that is no slice: RTSTRUCT, SEG, SR or a picture (OT)."""
+    data, uids = pydicom.Dataset(), {"RTSTRUCT": "481.3", "SEG": "66.4", "SR": "88.11", "OT": "7"}
     data.file_meta = pydicom.dataset.FileMetaDataset()
     data.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
     data.SOPClassUID = data.file_meta.MediaStorageSOPClassUID = f"1.2.840.10008.5.1.4.1.1.{uids[kind]}"
@@ -178,6 +169,10 @@ def write_object(file: Path, kind: str, **tags: Any) -> Path:
 
 
 HU = np.random.default_rng(0).integers(-1000, 1500, SHAPE)
+
+
+def names_of(cases: Iterable[Case]) -> list[str]:
+    return [case.name for case in cases]
 
 
 def read_all(cases: Iterable[Case], classes: int, channels: int | None = None) -> None:

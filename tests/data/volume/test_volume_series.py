@@ -118,7 +118,7 @@ def test_files_that_do_not_fit_together_are_refused(moving, tmp_path):
         ((five,), None, True, None, five, "or 4 with channels or frames.*shape"),
         ((first, second), None, True, 1, first, "has 2 channels, expected 1"),
         ((first,), beside, True, None, beside, "another affine"),
-        # without time the fourth axis holds channels, as ever
+        # without time the fourth axis holds channels
         ((first,), None, False, 1, first, "has 3 channels"),
         ((first,), few, False, None, few, "should have 3 axes"),
     ):
