@@ -1,7 +1,5 @@
 """Doors to other runtimes and to torch.func: each asserts equal values, or raises the reason."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path

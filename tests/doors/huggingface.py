@@ -1,7 +1,5 @@
 """Doors to Hugging Face: transformers (attention, Trainer) and diffusers (attention, denoisers)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

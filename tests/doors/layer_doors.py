@@ -1,8 +1,6 @@
 """Doors timm and MONAI for layers: MultiheadAttention's mathematics, and mixers, in the place of
 the attention of their networks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The doors `hub` and `safetensors`: what is saved and loaded again is the same model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -99,9 +99,8 @@ def test_mixers(close, name):
     net, x = vit(), torch.randn(2, 3, 32, 32)
     what = replace_attention(net, getattr(mixers, name)).replaced["blocks.0.attn"]
     near = name == "LightNetAttention"
-    assert what == f"timm Attention -> {name} on " + (
-        "a grid (4, 4) behind 1 token" if near else "the sequence of tokens"
-    )
+    tokens = "a grid (4, 4) behind 1 token" if near else "the sequence of tokens"
+    assert what == f"timm Attention -> {name} on {tokens}"
     net(x).square().sum().backward()
     assert all(p.grad is not None for p in net.parameters())
     tokens = torch.randn(2, 17, 24)

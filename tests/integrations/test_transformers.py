@@ -13,45 +13,23 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from ndlightnet.integrations import transformers as ours  # noqa: E402
 
-from .hugging_face import (  # noqa: E402
-    CASES,
-    DECODER,
-    PACKED,
-    bart,
-    bert,
-    gemma2,
-    gpt_oss,
-    llama,
-    llama4,
-    mistral,
-    padding,
-    prepare,
-    t5,
-    words,
-)
+from . import hugging_face as models  # noqa: E402
+from .hugging_face import CASES, DECODER, PACKED, bart, llama, mistral, padding, prepare, words  # noqa: E402
 
 
 def formula(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    is_causal: bool | None = None,
-    **_: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, is_causal: Any = None, **_: Any
 ) -> tuple[Tensor, None]:
     """y[t] = SiLU(q[t]) . softmax of k over the tokens that t sees, channel by channel, . v"""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.double().repeat_interleave(groups, 1) for x in (key, value))
     q, n = nn.functional.silu(query.double()), key.shape[2]
-    seen = torch.ones(query.shape[2], n, dtype=torch.bool)
-    if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if causal and query.shape[2] > 1:
-            seen = seen.tril()
-    else:
-        seen = attention_mask
-    logits = key[:, :, None].masked_fill(~seen[..., None], -torch.inf)
+    visible = torch.ones(query.shape[2], n, dtype=torch.bool)
+    if attention_mask is not None:
+        visible = attention_mask
+    elif (getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1:
+        visible = visible.tril()
+    logits = key[:, :, None].masked_fill(~visible[..., None], -torch.inf)
     weights = logits.softmax(-2).nan_to_num(0)  # of no tokens: 0
     y = torch.einsum("bhtc,bhtsc,bhsd->bthd", q, weights, value)
     return y.to(query.dtype), None
@@ -93,10 +71,7 @@ def test_equals_the_formula(name: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("make", "cache"),
-    [(llama, "dynamic"), (llama, "static"), (mistral, "dynamic"), (mistral, "static"), (bart, "dynamic")],
-)
+@pytest.mark.parametrize(("make", "cache"), [(llama, "static"), (mistral, "dynamic"), (bart, "dynamic")])
 def test_generates_with_a_cache_as_without(make: Any, cache: str) -> None:
     model = prepare(make())
     told: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -118,27 +93,15 @@ def test_a_cache_in_chunks_equals_no_cache(make: Any, kind: str, chunks: list[in
     places = (mask.cumsum(1) - 1).clamp(min=0)
     sizes = {"max_cache_len": 12} if kind == "StaticCache" else {}
     cache = getattr(transformers, kind)(config=model.config, **sizes)
-    done, parts = 0, []
+    done, logits = 0, []
     with torch.no_grad():
         expected = model(words(), attention_mask=mask, position_ids=places).logits
         for n in chunks:
             at = slice(done, done + n)
             done += n
-            given = {"attention_mask": mask[:, :done]} if padded else {}
-            parts.append(model(words()[:, at], **given, position_ids=places[:, at], past_key_values=cache).logits)
-    seen = mask.bool()
-    torch.testing.assert_close(torch.cat(parts, 1)[seen], expected[seen], rtol=1e-9, atol=1e-9)
-
-
-def test_padding_changes_nothing() -> None:
-    model = prepare(llama())
-    ids = words(1, 6)
-    alone = model(ids).logits
-    places = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4, 5]])
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
-    padded = torch.cat([words(1, 3), ids], 1)
-    got = model(padded, attention_mask=mask, position_ids=places).logits[:, 3:]
-    torch.testing.assert_close(got, alone, rtol=1e-9, atol=1e-9)
+            masked = {"attention_mask": mask[:, :done]} if padded else {}
+            logits.append(model(words()[:, at], **masked, position_ids=places[:, at], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(logits, 1)[mask.bool()], expected[mask.bool()], rtol=1e-9, atol=1e-9)
 
 
 def test_is_set_by_from_config_and_kept_by_from_pretrained(tmp_path: Any) -> None:
@@ -155,14 +118,14 @@ def test_is_set_by_from_config_and_kept_by_from_pretrained(tmp_path: Any) -> Non
 
 WHOLE = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "soft cap": (gemma2, {}, "softcap: Gemma2Attention asks for it"),
-    "sinks": (gpt_oss, {}, "s_aux: GptOssAttention asks for it"),
-    "position bias": (t5, {"decoder_input_ids": words()}, "position_bias: T5Attention asks for it"),
-    "chunks": (llama4, {}, "attention in chunks: LightNet has one memory"),
+    "soft cap": (models.gemma2, {}, "softcap: Gemma2Attention asks for it"),
+    "sinks": (models.gpt_oss, {}, "s_aux: GptOssAttention asks for it"),
+    "position bias": (models.t5, {"decoder_input_ids": words()}, "position_bias: T5Attention asks for it"),
+    "chunks": (models.llama4, {}, "attention in chunks: LightNet has one memory"),
     "packed": (llama, {"position_ids": PACKED, "use_cache": False}, "packed sequences, blocks or a custom mask"),
     "4-D": (llama, {"attention_mask": WHOLE}, r"\(2, 1, 9, 9\): LightNet has one memory"),
     "4-D floats": (llama, {"attention_mask": WHOLE.double()}, "float64: expected bool"),
-    "weights": (bert, {"output_attentions": True}, "LightNet computes no attention weights"),
+    "weights": (models.bert, {"output_attentions": True}, "LightNet computes no attention weights"),
 }
 
 
