@@ -30,7 +30,8 @@ NO_PLACE = {
 REFUSED = {("causal text", "monai")}
 # Doors whose cells take more than a second, and the models that `pytest` tries there: the others run apart.
 SLOW = {
-    **dict.fromkeys(("trace", "func", "ddp", "fsdp2", "timm", "monai", "transformers", "diffusers"), KINDS),
+    **dict.fromkeys(("trace", "func", "ddp", "fsdp2", "monai", "transformers", "diffusers"), KINDS),
+    "timm": {*KINDS, "NDLightNet, 2 axes"},  # which timm makes by its name
     "compile": {"NDLightNet, 1 axis"},  # the tests of mixers, U-Net and layer compile theirs
     **dict.fromkeys(("export", "aoti"), frozenset()),
 }

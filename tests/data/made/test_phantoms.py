@@ -44,9 +44,8 @@ def test_organs_look_and_lie_as_in_a_person() -> None:
         assert 0.5 < litres["liver"] < 2.5 and 0.04 < litres["spleen"] < 0.6, litres
         assert litres["liver"] > 3 * litres["spleen"] and 0.1 < litres["kidneys"] < 0.6, litres
         # RAS millimetres: right is +x, front +y, head +z, whatever the index order.
-        place = {
-            name: affine[:3, :3] @ np.argwhere(label == n).mean(0) + affine[:3, 3] for n, name in enumerate(LABELS)
-        }
+        centres = {name: [*np.argwhere(label == n).mean(0), 1] for n, name in enumerate(LABELS)}
+        place = {name: (affine @ centre)[:3] for name, centre in centres.items()}
         assert place["liver"][0] > place["spine"][0] > place["spleen"][0]
         assert place["spine"][1] < place["body"][1] < place["liver"][1]
         assert place["lungs"][2] > place["liver"][2] > place["kidneys"][2]

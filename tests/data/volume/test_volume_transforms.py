@@ -281,6 +281,11 @@ def test_what_the_cache_depends_on(cases, tmp_path):
     newest = max(cache.glob("c1.*.pt"), key=lambda file: file.stat().st_mtime_ns)
     (again,) = cached_volumes(cases[1:2], prepare, 4, folder=str(cache)).held
     assert again == newest and torch.load(newest, weights_only=True)["label"].max() == 2
+    nibabel.save(nibabel.Nifti1Pair(random_image(), AFFINE), tmp_path / "pair.hdr")
+    pair = [Case("pair", (tmp_path / "pair.hdr",), write(tmp_path / "l.nii", random_label()))]
+    assert fresh(pair, prepare, 4) == 1
+    (tmp_path / "pair.img").write_bytes(bytes(4 * np.prod(SHAPE)))
+    assert fresh(pair, prepare, 4) == 1  # its second file is another one
 
 
 def test_a_cached_file_that_is_broken(cases, tmp_path):
