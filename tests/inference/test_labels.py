@@ -160,38 +160,38 @@ def test_bfloat16_networks_and_autocast(window):
 def test_one_window_at_a_time_and_each_once(monkeypatch):
     """Where the sums fit, no window is computed twice; in columns only those on the cuts."""
     monkeypatch.setattr(windows, "BATCH", 0)
-    seen = []
+    shapes = []
 
     class Net(nn.Module):
         def forward(self, x):
-            seen.append(tuple(x.shape))
+            shapes.append(tuple(x.shape))
             return x
 
     image = torch.randn(3, 40, 20, 24)
     predict_labels(Net(), image, (8, 8, 8))
-    assert seen == [(1, 3, 8, 8, 8)] * (9 * 4 * 5)
-    seen.clear()
+    assert shapes == [(1, 3, 8, 8, 8)] * (9 * 4 * 5)
+    shapes.clear()
     # 4 channels, 9 planes, 20 x 12 cells: one cut, through the third axis where a window begins
     predict_labels(Net(), image, (8, 8, 8), memory=4 * 4 * 9 * 20 * 12)
-    assert len(seen) == 9 * 4 * (5 + 1)
-    seen.clear()
+    assert len(shapes) == 9 * 4 * (5 + 1)
+    shapes.clear()
     # between cells one cell more, and 40 x 20 that the first column leaves to the second
     halves = ((80, 20, 48), scaling((0.5, 1, 0.5), 0))
     predict_labels(Net(), image, (8, 8, 8), onto=halves, memory=4 * 4 * (9 * 20 * 13 + 40 * 20))
-    assert len(seen) == 9 * 4 * (5 + 1)
+    assert len(shapes) == 9 * 4 * (5 + 1)
 
 
 def test_small_windows_are_computed_four_at_a_time_on_a_host(monkeypatch):
     """As many as BATCH bytes of their logits hold, and with the same result."""
-    net, image, seen = make_net(3), torch.randn(2, 20, 17, 23), []
-    net.register_forward_pre_hook(lambda _, x: seen.append(len(x[0])))
+    net, image, counts = make_net(3), torch.randn(2, 20, 17, 23), []
+    net.register_forward_pre_hook(lambda _, x: counts.append(len(x[0])))
     results = {}
     for bytes_, most in ((2**24, 4), (4 * 5 * 8**3 * 2, 2), (0, 1)):
         monkeypatch.setattr(windows, "BATCH", bytes_)
         with torch.no_grad():
             results[most] = assembled(tiles(net, image, (8, 8, 8), 0.5, [0] * 3, image), image.shape[1:])
-        assert max(seen) == most and sum(seen) == 4 * 4 * 5
-        seen.clear()
+        assert max(counts) == most and sum(counts) == 4 * 4 * 5
+        counts.clear()
     for most in (2, 4):
         torch.testing.assert_close(results[most], results[1], rtol=1e-5, atol=1e-5)
 

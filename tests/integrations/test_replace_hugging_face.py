@@ -110,9 +110,9 @@ def test_layers_with_a_cache_or_a_causal_mask_get_the_implementation(make: Any, 
 def test_a_model_with_caches_generates_and_is_switched_as_one() -> None:
     model = llama().eval()
     replace_attention(model)
-    told: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-    plain = model.generate(words(), **told, use_cache=False)
-    assert torch.equal(model.generate(words(), **told), plain)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    plain = model.generate(words(), **options, use_cache=False)
+    assert torch.equal(model.generate(words(), **options), plain)
     with pytest.raises(ValueError, match=r"where=.*layers that are switched with all others"):
         replace_attention(llama(), where="*layers.0.*")
     assert len(replace_attention(bart()).replaced) == 6
@@ -161,10 +161,10 @@ def test_siglip2_pools_without_padding(mixer: Any) -> None:
     report = replace_attention(model, mixer)
     assert ("head.attention" in report.left) is (mixer is mixers.Mamba)
     patches, shapes = torch.randn(2, 6, 48), torch.tensor([[2, 3], [2, 2]])
-    told = {"pixel_attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
-    padded = model(pixel_values=patches, spatial_shapes=shapes, **told).pooler_output
-    told = {"pixel_attention_mask": torch.ones(1, 4, dtype=torch.long)}
-    alone = model(pixel_values=patches[1:, :4], spatial_shapes=shapes[1:], **told).pooler_output
+    masks = {"pixel_attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
+    padded = model(pixel_values=patches, spatial_shapes=shapes, **masks).pooler_output
+    masks = {"pixel_attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    alone = model(pixel_values=patches[1:, :4], spatial_shapes=shapes[1:], **masks).pooler_output
     torch.testing.assert_close(padded[1:], alone)
 
 

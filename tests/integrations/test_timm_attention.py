@@ -133,14 +133,14 @@ def test_timms_own_constructor_and_call(close):
         layer(x, attn_mask=torch.ones(9, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match="its heads have 48 channels"):
         Attention(24, 3, attn_head_dim=16)
-    made = Attention(24, 3, proj_drop=1.0, dtype=torch.float64)
-    assert (made(x.double()) == 0).all()
+    double = Attention(24, 3, proj_drop=1.0, dtype=torch.float64)
+    assert (double(x.double()) == 0).all()
 
 
 def test_what_is_left_out_is_said_and_what_cannot_be_is_refused():
     net = vit(qk_norm=True, attn_drop_rate=0.1, proj_drop_rate=0.2)
-    said = replace_attention(net).replaced["blocks.0.attn"]
-    assert said.endswith("; without its attn_drop=0.1, q_norm, k_norm")
+    line = replace_attention(net).replaced["blocks.0.attn"]
+    assert line.endswith("; without its attn_drop=0.1, q_norm, k_norm")
     assert net.blocks[0].attn.proj_drop.p == 0.2
     for name, reason in (
         ("swin_tiny_patch4_window7_224", "shifted windows hide different keys"),

@@ -59,9 +59,9 @@ def test_equals_the_formula(name: str) -> None:
         with torch.no_grad():
             return model(**inputs)[0], [x.clone() for x in layers]
 
-    for part in model.modules():
-        if hasattr(part, "is_causal") and any(True for _ in part.children()):
-            part.register_forward_hook(lambda m, i, out: layers.append(out[0]))
+    for layer in model.modules():
+        if hasattr(layer, "is_causal") and any(True for _ in layer.children()):
+            layer.register_forward_hook(lambda m, i, out: layers.append(out[0]))
     got, each = run("lightnet")
     expected, each_expected = run("formula")
     assert len(each) == len(each_expected) >= 2
@@ -74,13 +74,13 @@ def test_equals_the_formula(name: str) -> None:
 @pytest.mark.parametrize(("make", "cache"), [(llama, "static"), (mistral, "dynamic"), (bart, "dynamic")])
 def test_generates_with_a_cache_as_without(make: Any, cache: str) -> None:
     model = prepare(make())
-    told: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     if make is not bart:
-        told["attention_mask"] = padding(True)
-    plain = model.generate(words(), **told, use_cache=False)
-    assert torch.equal(model.generate(words(), **told, cache_implementation=cache), plain)
+        options["attention_mask"] = padding(True)
+    plain = model.generate(words(), **options, use_cache=False)
+    assert torch.equal(model.generate(words(), **options, cache_implementation=cache), plain)
     model.set_attn_implementation("formula")
-    assert torch.equal(model.generate(words(), **told, use_cache=False), plain)
+    assert torch.equal(model.generate(words(), **options, use_cache=False), plain)
 
 
 @pytest.mark.parametrize("make", [llama, mistral])
@@ -187,6 +187,6 @@ def test_dropout_acts_on_the_output_while_training() -> None:
 def test_a_token_behind_a_cache_reads_the_keys_of_its_window(place: int) -> None:
     """A window of three: the token's own key and the two before it, of eight that the cache holds."""
     function = masking_utils.sliding_window_causal_mask_function(3)
-    seen = ours.mask(2, 1, 8, place, mask_function=function, local_size=3)
+    visible = ours.mask(2, 1, 8, place, mask_function=function, local_size=3)
     expected = torch.tensor([max(0, place - 2) <= key <= place for key in range(8)])
-    assert seen is not None and torch.equal(seen, expected.expand(2, 1, 1, 8))
+    assert visible is not None and torch.equal(visible, expected.expand(2, 1, 1, 8))

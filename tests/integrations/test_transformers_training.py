@@ -102,15 +102,15 @@ def test_for_trainer_finds_the_axis_of_the_classes() -> None:
 @pytest.mark.parametrize("make", [llama, bert, bart])
 def test_on_cuda_as_on_the_cpu(make: Any) -> None:
     model = prepare(make()).float()
-    given = {"input_ids": words(), "attention_mask": padding(make is llama)}
-    seen = given["attention_mask"].bool() if make is not bart else torch.ones(2, 9).bool()
+    inputs = {"input_ids": words(), "attention_mask": padding(make is llama)}
+    visible = inputs["attention_mask"].bool() if make is not bart else torch.ones(2, 9).bool()
 
     def gradients(device: str) -> tuple[Tensor, Tensor]:
         model.to(device).zero_grad()
-        out = model(**{name: x.to(device) for name, x in given.items()})[0].cpu()
-        out[seen].square().sum().backward()
+        out = model(**{name: x.to(device) for name, x in inputs.items()})[0].cpu()
+        out[visible].square().sum().backward()
         grads = [x.grad.flatten().cpu() for x in model.parameters() if x.grad is not None]
-        return out[seen].detach(), torch.cat(grads)
+        return out[visible].detach(), torch.cat(grads)
 
     for a, b in zip(gradients("cuda"), gradients("cpu"), strict=True):
         assert (a - b).norm() < 1e-3 * b.norm()  # float32, tensor cores off: about 1e-6 an operation
@@ -123,10 +123,10 @@ def test_generates_on_cuda_with_a_compiled_static_cache(dtype: torch.dtype) -> N
     """transformers compiles the steps of a static cache on CUDA by itself."""
     model = prepare(llama()).to("cuda", dtype)
     ids, mask = words().cuda(), padding(True).cuda()
-    told: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
-    told |= {"output_logits": True, "return_dict_in_generate": True}
-    plain = model.generate(ids, **told, use_cache=False)
-    static = model.generate(ids, **told, cache_implementation="static")
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    plain = model.generate(ids, **options, use_cache=False)
+    static = model.generate(ids, **options, cache_implementation="static")
     a, b = (torch.stack(x.logits).float() for x in (plain, static))
     first = (plain.sequences != static.sequences).any(0).nonzero()[:1].sum() - ids.shape[1]
     n = int(first) + 1 if first >= 0 else len(a)  # logits agree while the words do

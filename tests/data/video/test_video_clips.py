@@ -99,8 +99,8 @@ def test_clips_do_not_depend_on_whether_the_cache_is_full(samples, thinned, mode
         torch.manual_seed(number)
         clip, *labels_and_notes = held[number]
         torch.manual_seed(number)
-        same, *wanted = full[number]
-        assert torch.equal(clip, same) and labels_and_notes == wanted
+        same, *expected = full[number]
+        assert torch.equal(clip, same) and labels_and_notes == expected
     assert isinstance(held.video(2), torch.Tensor) and not isinstance(full.video(2), torch.Tensor)
 
 
@@ -123,12 +123,12 @@ def test_workers_share_what_they_decode(samples, monkeypatch):
     """The second epoch decodes nothing, whichever process decoded a video in the first."""
     gc.collect()  # readers that earlier tests left in tracebacks: a forked worker would wait for their threads
     data = ClipDataset(samples * 4, 4, Framing(28))
-    whole = torch.stack([item[0] for item in data])
+    expected = torch.stack([item[0] for item in data])
     again = ClipDataset(samples * 4, 4, Framing(28))
     loader = torch.utils.data.DataLoader(again, batch_size=1, num_workers=2)
-    assert torch.equal(torch.cat([batch[0] for batch in loader]), whole)
+    assert torch.equal(torch.cat([batch[0] for batch in loader]), expected)
     monkeypatch.setattr(clips_module, "open_for_clips", lambda *_: pytest.fail("decoded again"))
-    assert torch.equal(torch.cat([batch[0] for batch in loader]), whole)
+    assert torch.equal(torch.cat([batch[0] for batch in loader]), expected)
 
 
 def test_a_video_that_cannot_be_read(samples, tmp_path):
