@@ -129,9 +129,8 @@ def write_series(folder: Path, volume: np.ndarray, gap: float = 2.5, **tags: Any
     """volume (x, y, z) in HU as a DICOM series from the feet up; file names shuffled. tags: set in every file. A folder
     that is there gets this series as one more."""
     before = len(list(folder.glob("*")))
-    uids = {
-        f"{kind}UID": pydicom.uid.generate_uid() for kind in ("SeriesInstance", "StudyInstance", "FrameOfReference")
-    }
+    kinds = ("SeriesInstanceUID", "StudyInstanceUID", "FrameOfReferenceUID")
+    uids = {kind: pydicom.uid.generate_uid() for kind in kinds}
     numbers = {"BitsAllocated": 16, "BitsStored": 16, "HighBit": 15, "PixelRepresentation": 0, "SamplesPerPixel": 1}
     plane = {"PixelSpacing": [1.25, 0.75], "ImageOrientationPatient": [1, 0, 0, 0, 1, 0], "Rows": volume.shape[1]}
     values = {"PhotometricInterpretation": "MONOCHROME2", "RescaleSlope": 1, "RescaleIntercept": -1024}

@@ -76,8 +76,14 @@ def test_workers_change_nothing(workers):
 @pytest.mark.parametrize(
     "batch_size, foreground, places, period",
     [
-        *[(2, 1 / 3, {1}, 2), (3, 1 / 3, {2}, 3), (6, 0.5, {3, 4, 5}, 6), (4, 1.0, {0, 1, 2, 3}, 4)],
-        *[(4, 0.0, set(), 4), (1, 1 / 3, {2}, 3), (2, 0.1, {9}, 10), (1, 1.0, {0}, 1)],
+        (2, 1 / 3, {1}, 2),
+        (3, 1 / 3, {2}, 3),
+        (6, 0.5, {3, 4, 5}, 6),
+        (4, 1.0, {0, 1, 2, 3}, 4),
+        (4, 0.0, set(), 4),
+        (1, 1 / 3, {2}, 3),
+        (2, 0.1, {9}, 10),
+        (1, 1.0, {0}, 1),
     ],
 )
 def test_share_of_crops_that_show_a_label(batch_size, foreground, places, period):

@@ -244,7 +244,7 @@ def test_a_folder_of_all_kinds(tmp_path):
     header, broken, *sound = find_inputs(tmp_path, 1, notes := [])
     assert names_of([header, broken, *sound]) == ["a", "broken", "s1", "z"]
     assert notes == [
-        f"{tmp_path}: 4 entries are left out: dangling.nii.gz, folder.nii.gz, notes.txt, ... "
+        f"{tmp_path}: 5 entries are left out: dangling.nii.gz, empty, folder.nii.gz, ... "
         "(expected .nii.gz, .nii, .hdr.gz, .hdr, .nrrd, .mha, .mhd or a DICOM series)"
     ]
     refuses(lambda: Volume.read(broken), tmp_path / "broken.nii.gz", "cannot be read")

@@ -196,12 +196,8 @@ def test_crops_of_series(moving):
     assert frames.tolist() == [False, True, True, True, False]
     for number in range(5):
         image, label, _ = Crops([data], (T, 5, 4, 6), 1, 1.0, 0)[number]
-        assert (
-            type(image) is torch.Tensor
-            and image.shape == (2, T, 5, 4, 6)
-            and label.shape == (1, T, 5, 4, 6)
-            and label.any()
-        )
+        assert type(image) is torch.Tensor and image.shape == (2, T, 5, 4, 6)
+        assert label.shape == (1, T, 5, 4, 6) and label.any()
 
 
 def test_a_cache_tells_series_from_channels(moving, tmp_path):
