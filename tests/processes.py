@@ -1,7 +1,5 @@
 """Tests on several processes (torch.distributed with gloo): they start and end together."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

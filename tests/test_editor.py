@@ -105,7 +105,7 @@ def check(lines_with_errors: Iterable[int]) -> None:
     assert wrong == [line for line in lines if line.endswith("# wrong")]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_mypy(python, tmp_path):
     """Torch takes it half a minute to read, once: later runs find the cache in the clone."""
     out = ask("mypy", tmp_path, "--python-executable", python, "--strict", "--cache-dir", CACHE)
@@ -113,15 +113,10 @@ def test_mypy(python, tmp_path):
 
 
 @pytest.mark.slow
-def test_pyright(python, tmp_path):
-    """Which is what Pylance runs."""
+def test_pyright_which_is_what_pylance_runs_and_a_package_kernels_of_somebody_else(python, tmp_path):
+    """The clone is on the path: its folder `kernels` is no package and stands behind PyPI's."""
     report = json.loads(ask("pyright", tmp_path, "--pythonpath", python, "--outputjson"))
     check(x["range"]["start"]["line"] + 1 for x in report["generalDiagnostics"] if x["severity"] == "error")
-
-
-@pytest.mark.slow
-def test_a_folder_of_ours_hides_nobodys_package(python, tmp_path):
-    """The clone is on the path: its folder `kernels` is no package and stands behind PyPI's."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("name = 'of PyPI'\n")
     code = f"import sys; sys.path.append({str(tmp_path)!r}); import kernels; print(kernels.name)"

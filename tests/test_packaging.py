@@ -36,8 +36,9 @@ def built(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_wheel_has_the_library_its_kernels_and_the_configs_and_nothing_else(built):
-    (wheel,) = built.glob("*.whl")
+def test_what_is_in_a_wheel_and_in_an_sdist_and_that_pypi_can_show_the_readme(built, project):
+    """The wheel: the library, its kernels and the configs, and nothing else. The sdist: what its tests need."""
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     kernels = ROOT / "kernels"
     expected = [path.relative_to(ROOT) for path in (ROOT / "ndlightnet").rglob("*.py")]
@@ -45,11 +46,6 @@ def test_a_wheel_has_the_library_its_kernels_and_the_configs_and_nothing_else(bu
     expected += [Path("ndlightnet", "configs", path.name) for path in CONFIGS]
     expected += [Path(name, "py.typed") for name in ("ndlightnet", "ndlightnet_kernels")]
     assert sorted(names) == sorted(path.as_posix() for path in expected)
-
-
-@pytest.mark.slow
-def test_an_sdist_has_what_its_tests_need(built, project):
-    (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
     assert {"README.md", "LICENSE", ".github/CHANGELOG.md", ".ci/run", "configs/README.md"} <= names
@@ -57,10 +53,6 @@ def test_an_sdist_has_what_its_tests_need(built, project):
     assert {name.split("/")[0] for name in names if "/" in name} == set(
         project["tool"]["hatch"]["build"]["targets"]["sdist"]["only-include"]
     )
-
-
-@pytest.mark.slow
-def test_pypi_can_show_the_readme(built):
     pytest.importorskip("twine")
     done = subprocess.run([*RUN, "twine", "check", "--strict", *built.iterdir()], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -75,7 +67,7 @@ command.door("text_lm", ["fit", "--config", str(command.CONFIGS / "enwik8.yaml")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_line_of_a_wheel_in_another_folder(built, tmp_path):
     """It lists the tasks, and one of them reads its default config."""
     (wheel,) = built.glob("*.whl")

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndlightnet.data.errors import DataError
 from ndlightnet.data.fold_assignment import assign_folds, first_of_each, read_groups
+
+from .refusals import refuses
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 7))
@@ -42,8 +43,8 @@ def test_a_fraction_of_each_class_is_its_beginning():
 
 
 def test_too_few_groups():
-    with pytest.raises(DataError, match="groups: 2 of them, expected 3 or more, one for each fold"):
-        assign_folds([0, 1, 0, 1], 3, ["a", "b", "a", "b"])
+    words = "^groups: 2 of them, expected 3 or more, one for each fold"
+    refuses(lambda: assign_folds([0, 1, 0, 1], 3, ["a", "b", "a", "b"]), None, words)
 
 
 def test_groups_of_a_table(tmp_path):
@@ -63,5 +64,4 @@ def test_groups_of_a_table(tmp_path):
 def test_wrong_tables(tmp_path, text, words):
     if text is not None:
         (tmp_path / "clips.csv").write_text(text)
-    with pytest.raises(DataError, match=rf"^{tmp_path}/clips\.csv: {words}"):
-        read_groups(tmp_path, "patient", [])
+    refuses(lambda: read_groups(tmp_path, "patient", []), tmp_path / "clips.csv", words)

@@ -1,4 +1,5 @@
-"""Doors of whole networks: timm, segmentation_models_pytorch and MONAI take them as they are."""
+"""Doors to timm, segmentation_models_pytorch and MONAI: they take whole networks as they are, and MultiheadAttention's
+mathematics, and mixers, in the place of the attention of theirs."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -9,16 +10,17 @@ import segmentation_models_pytorch
 import timm as timm_
 import torch
 from monai.inferers import SimpleInferer, sliding_window_inference
-from monai.networks.nets.unetr import UNETR
+from monai.networks.nets import UNETR, SwinUNETR
 from timm.models import group_parameters
 from timm.models._features import FeatureGetterNet
 from timm.models._hub import save_for_hf
 from timm.optim import create_optimizer_v2
+from torch import Tensor, nn
 
 import ndlightnet.integrations.timm  # noqa: F401
+from ndlightnet.integrations import replace_attention
 from ndlightnet.integrations.monai_encoders import UNETREncoder
 
-from . import layer_doors
 from .door_models import Case
 
 NAME = "ndlightnet_tiny_local"
@@ -30,7 +32,7 @@ def timm(case: Case, tmp_path: Path) -> None:
     """Features, layer groups, the optimiser and the average of weights; with two axes also by
     timm's name, and saved in its form."""
     if case.is_layer or case.mixer:
-        layer_doors.timm(case, tmp_path)
+        _timm_layers(case, tmp_path)
     if case.is_layer:
         return
     net = _network(case)
@@ -62,7 +64,7 @@ def smp(case: Case, tmp_path: Path) -> None:
 def monai(case: Case, tmp_path: Path) -> None:
     """MONAI's names and inferers; its UNETR around an NDLightNet."""
     if case.is_layer or case.mixer:
-        layer_doors.monai(case, tmp_path)
+        _monai_layers(case)
     if case.is_layer:
         return
     net = _network(case)
@@ -200,3 +202,59 @@ def _unetr(case: Case, dims: int) -> None:
     assert torch.equal(last, features.flatten(1, -2)) and len(hidden) == 12
     assert all(torch.equal(h, b.flatten(1, -2)) for h, b in zip(hidden, blocks, strict=True))
     assert net(x).shape == (1, 2, *x.shape[2:])
+
+
+def _timm_layers(case: Case, tmp_path: Path) -> None:
+    """A vision transformer of timm is its own blocks around our layer; it trains, and its weights come back."""
+
+    def make() -> Any:
+        sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 3, "depth": 2}
+        net = timm_.create_model("vit_tiny_patch16_224", **sizes, num_classes=5, class_token=False, global_pool="avg")
+        replace_attention(net, case.mixer)
+        return net.eval()
+
+    net, x = make(), torch.randn(2, 3, 32, 32)
+    tokens = net._pos_embed(net.patch_embed(x))
+    for block in net.blocks:
+        mixed = _on_grid(block.attn.tokens.mixer, block.norm1(tokens), (4, 4))
+        tokens = tokens + mixed
+        tokens = tokens + block.mlp(block.norm2(tokens))
+    expected = net.forward_head(net.norm(tokens))
+    y = net(x)
+    assert torch.allclose(y, expected, atol=1e-5)
+    _trains(net, y)
+    torch.save(net.state_dict(), tmp_path / "vit.pt")
+    again = make()
+    again.load_state_dict(torch.load(tmp_path / "vit.pt"))
+    assert torch.allclose(again(x), y, atol=1e-6)
+
+
+def _monai_layers(case: Case) -> None:
+    """A SwinUNETR of MONAI is its own blocks around our layer on the whole grid; it trains, and
+    predicts in sliding windows."""
+    net = SwinUNETR(1, 2, feature_size=12, depths=(1, 1, 1, 1), spatial_dims=2)
+    replace_attention(net, case.mixer)
+    block, x = net.eval().swinViT.layers1[0].blocks[0], torch.randn(2, 5, 6, 12)
+    tokens = block.norm1(x).flatten(1, 2)
+    mixed = x + _on_grid(block.attn, tokens, (5, 6)).view_as(x)
+    assert torch.allclose(block(x, None), mixed + block.mlp(block.norm2(mixed)), atol=1e-5)
+    y = net(torch.randn(1, 1, 64, 64))
+    _trains(net, y)
+    with torch.no_grad():
+        scan = torch.randn(1, 1, 80, 64)
+        y = sliding_window_inference(scan, (64, 64), 1, net, overlap=0.5)
+        assert torch.allclose(y[:, :, :16], net(scan[:, :, :64])[:, :, :16], atol=1e-4)
+
+
+def _on_grid(mixer: nn.Module, tokens: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """The mixer's own call, on tokens that have the shape of their grid."""
+    out: Tensor = mixer(tokens.unflatten(1, grid))
+    return out.flatten(1, 2)
+
+
+def _trains(net: nn.Module, y: Tensor) -> None:
+    y.square().mean().backward()
+    used = [p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters()]
+    assert sum(used) > 0.8 * len(used)
+    mixers = [m for m in net.modules() if type(m).__module__.startswith("ndlightnet.nn.mixers")]
+    assert mixers and all(p.grad is not None for m in mixers for p in m.parameters())

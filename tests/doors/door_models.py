@@ -1,7 +1,5 @@
 """The models of the table models x doors: small ones, at a traced size and at others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,3 +78,5 @@ models = [
     Case("mixer SoftmaxAttention", partial(image, mixer=mixers.SoftmaxAttention), IMAGES),
 ]
 CASES = {case.name: case for case in models}
+# one of a kind: global attention with MD-TPE, the causal scan, convolutions, padding and heads, a recurrence
+KINDS = {"NDLightNet, 1 axis", "causal text", "NDLightUNet, 2 axes", LAYER, "mixer Mamba"}

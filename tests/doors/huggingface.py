@@ -1,7 +1,5 @@
 """Doors to Hugging Face: transformers (attention, Trainer) and diffusers (attention, denoisers)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +90,7 @@ def losses_fall(model: Any) -> None:
         loss = model(pixel_values=images, labels=labels).loss
         optimiser.zero_grad()
         loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
         optimiser.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]

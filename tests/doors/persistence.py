@@ -1,7 +1,5 @@
 """The doors `hub` and `safetensors`: what is saved and loaded again is the same model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,16 +14,16 @@ from ndlightnet.models.hub import Pretrained
 from .door_models import Case, output
 
 
-def _same(model: nn.Module, other: nn.Module, case: Case) -> None:
+def _same(model: nn.Module, again: nn.Module, case: Case) -> None:
     """The same numbers under the same names, shared by the same parameters, and equal outputs."""
-    saved, loaded = model.state_dict(), other.state_dict()
+    saved, loaded = model.state_dict(), again.state_dict()
     assert list(saved) == list(loaded)
     assert all(torch.equal(saved[key], loaded[key]) for key in saved)
-    assert len(list(model.parameters())) == len(list(other.parameters()))  # tied ones count once
+    assert len(list(model.parameters())) == len(list(again.parameters()))  # tied ones count once
     with torch.no_grad():
         for at in (0, 1):
             inputs = case.inputs(at)
-            assert torch.equal(output(model.eval(), *inputs), output(other.eval(), *inputs))
+            assert torch.equal(output(model.eval(), *inputs), output(again.eval(), *inputs))
 
 
 def hub(case: Case, tmp_path: Path) -> None:
@@ -60,7 +58,7 @@ def safetensors(case: Case, tmp_path: Path) -> None:
     """safetensors' own save_model and load_model, tied weights included."""
     from safetensors.torch import load_model, save_model
 
-    model, other = case.make(), case.make()
+    model, again = case.make(), case.make()
     save_model(model, str(tmp_path / "model.safetensors"))
-    assert load_model(other, str(tmp_path / "model.safetensors"), strict=True) == (set(), [])
-    _same(model, other, case)
+    assert load_model(again, str(tmp_path / "model.safetensors"), strict=True) == (set(), [])
+    _same(model, again, case)

@@ -2,14 +2,12 @@
 model, and those that ndlightnet/integrations/README.md lists as not run. A door's own file beside this one says what
 it asserts."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from .door_models import CASES, LAYER
+from .door_models import CASES, KINDS, LAYER
 
 ROOT = Path(__file__).parents[2]
 # door: the file with a function of this name, and the packages that it needs
@@ -30,22 +28,22 @@ NO_PLACE = {
 }
 # refused with a reason, which the door's file asserts
 REFUSED = {("causal text", "monai")}
-# doors whose cells take more than a second, and those that run apart, as they take longer
-SLOW = {"trace", "func", "ddp", "fsdp2", "transformers", "diffusers"}
-EXHAUSTIVE = {"compile", "export", "aoti"}
-# One model of a kind: global attention with MD-TPE, the causal scan, convolutions, padding and heads, a recurrence.
+# Doors whose cells take more than a second, and the models that `pytest` tries there: the others run apart.
+SLOW = {
+    **dict.fromkeys(("trace", "func", "ddp", "fsdp2", "monai", "transformers", "diffusers"), KINDS),
+    "timm": {*KINDS, "NDLightNet, 2 axes"},  # which timm makes by its name
+    "compile": {"NDLightNet, 1 axis"},  # the tests of mixers, U-Net and layer compile theirs
+    **dict.fromkeys(("export", "aoti"), frozenset()),
+}
 # AOTInductor takes minutes for each. All models are exported, which is the graph that it compiles.
-KINDS = {"NDLightNet, 1 axis", "causal text", "NDLightUNet, 2 axes", LAYER, "mixer Mamba"}
 ONLY = {"aoti": KINDS}
-# of the exhaustive ones, what runs with the slow ones
-QUICK = {(LAYER, "export"), *((model, "compile") for model in KINDS)}
 
 
 def cells() -> list[object]:
     def marks(model: str, door: str) -> list[pytest.MarkDecorator]:
-        if door in SLOW or (model, door) in QUICK:
-            return [pytest.mark.slow]
-        return [pytest.mark.exhaustive] if door in EXHAUSTIVE else []
+        if door not in SLOW:
+            return []
+        return [pytest.mark.slow if model in SLOW[door] else pytest.mark.exhaustive]
 
     run = {door: ONLY.get(door, CASES.keys()) - NO_PLACE.get(door, set()) for door in DOORS}
     pairs = [(model, door) for door in DOORS for model in CASES if model in run[door]]

@@ -28,9 +28,9 @@ def logits_of(net, tokens):
 def test_temperature_0_is_the_argmax_of_the_whole_forward(net):
     for prompt in ([3], [1, 2, 3, 4, 5]):
         tokens = list(prompt)
-        for found in generate(net, prompt, 8, temperature=0):
-            assert found == int(logits_of(net, tokens).argmax())
-            tokens.append(found)
+        for token in generate(net, prompt, 8, temperature=0):
+            assert token == int(logits_of(net, tokens).argmax())
+            tokens.append(token)
         assert len(tokens) == len(prompt) + 8
 
 
@@ -38,8 +38,8 @@ def test_temperature_0_is_the_argmax_of_the_whole_forward(net):
 def test_a_batch_continues_each_prompt_as_alone(net, prompts):
     each = [list(generate(net, prompt, 6, temperature=0)) for prompt in prompts]
     for batch in (prompts, torch.tensor(prompts)):
-        found = list(generate(net, batch, 6, temperature=0))
-        assert torch.stack(found, 1).tolist() == each
+        drawn = list(generate(net, batch, 6, temperature=0))
+        assert torch.stack(drawn, 1).tolist() == each
 
 
 @pytest.mark.parametrize("top_k", [2, None])
@@ -52,10 +52,10 @@ def test_the_draws_of_a_batch_have_the_probabilities_of_each_prompt(net, top_k):
     drawn = next(generate(replayed, prompts * count, 1, temperature=2, top_k=top_k, generator=rng))
     for row, logits in enumerate(replayed.logits[:2, 0]):
         probs = (logits / 2).where(logits >= logits.topk(top_k or WORDS).values[-1], -torch.inf).softmax(-1)
-        found = torch.bincount(drawn[row::2], minlength=WORDS)
+        counts = torch.bincount(drawn[row::2], minlength=WORDS)
         deviation = (count * probs * (1 - probs)).sqrt()
-        assert ((found - count * probs).abs() <= 4.5 * deviation + 1).all()
-    one = [next(generate(net, given, 1, generator=rng.manual_seed(1))) for given in ([1], [[1]])]
+        assert ((counts - count * probs).abs() <= 4.5 * deviation + 1).all()
+    one = [next(generate(net, single, 1, generator=rng.manual_seed(1))) for single in ([1], [[1]])]
     assert one[0] == int(one[1])
 
 
@@ -135,8 +135,8 @@ class Recited(Replayed):
     ],
 )
 def test_a_stop_sequence_ends_the_text(stop, expected):
-    found = generate(Recited(b"ababac!"), [0], 7, temperature=0, stop=stop)
-    assert bytes(found) == expected
+    text = generate(Recited(b"ababac!"), [0], 7, temperature=0, stop=stop)
+    assert bytes(text) == expected
 
 
 def test_what_may_begin_a_stop_waits_no_longer_than_it_must():
@@ -144,15 +144,15 @@ def test_what_may_begin_a_stop_waits_no_longer_than_it_must():
     read = []
     stream = network.stream()
     network.stream = lambda batch_size: lambda x: (read.append(1), stream(x))[1]
-    seen = [(token, len(read)) for token in generate(network, [0], 6, temperature=0, stop=[b"abd"])]
-    assert seen == [(ord("a"), 3), (ord("b"), 3), (ord("c"), 3)]
+    arrivals = [(token, len(read)) for token in generate(network, [0], 6, temperature=0, stop=[b"abd"])]
+    assert arrivals == [(ord("a"), 3), (ord("b"), 3), (ord("c"), 3)]
 
 
 def test_characters_are_complete():
-    parts = list(generate_text(Recited("aé€😀b".encode()), "x", 11, temperature=0))
-    assert parts == ["a", "é", "€", "😀", "b"]
-    cut = list(generate_text(Recited("a€".encode()), "x", 3, temperature=0))
-    assert cut == ["a", "�"]
+    characters = list(generate_text(Recited("aé€😀b".encode()), "x", 11, temperature=0))
+    assert characters == ["a", "é", "€", "😀", "b"]
+    shortened = list(generate_text(Recited("a€".encode()), "x", 3, temperature=0))
+    assert shortened == ["a", "�"]
     assert "".join(generate_text(Recited(b"a\xffb"), "x", 3, temperature=0)) == "a�b"
     assert "".join(generate_text(Recited("a€ende".encode()), "x", 8, temperature=0, stop=["€e"])) == "a"
 
@@ -193,7 +193,7 @@ def test_networks_that_cannot_generate_are_named():
 
 
 def test_one_stop_is_one_and_not_its_letters():
-    parts = generate_text(Recited(b"hello DEAR END now"), "x", 18, temperature=0, stop="END")
-    assert "".join(parts) == "hello DEAR "
+    texts = generate_text(Recited(b"hello DEAR END now"), "x", 18, temperature=0, stop="END")
+    assert "".join(texts) == "hello DEAR "
     with pytest.raises(ValueError, match="stop='abc': expected sequences"):
         next(generate(Recited(b"abc"), [0], 3, stop="abc"))

@@ -41,8 +41,8 @@ def test_against_a_search(space, dtype, classes):
     before = labels.clone()
     kept = keep_largest(labels, classes)
     assert kept.dtype == dtype and torch.equal(labels, before)
-    wanted = by_search(labels.numpy(), classes or range(1, 4))
-    assert torch.equal(kept, torch.from_numpy(wanted)) and not torch.equal(kept, labels)
+    expected = by_search(labels.numpy(), classes or range(1, 4))
+    assert torch.equal(kept, torch.from_numpy(expected)) and not torch.equal(kept, labels)
 
 
 def test_nothing_to_do():

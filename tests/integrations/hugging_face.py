@@ -86,9 +86,8 @@ def gpt_oss() -> Any:
 
 def t5() -> Any:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, vocab_size=50, decoder_start_token_id=0)
-    )
+    config = transformers.T5Config(**sizes, vocab_size=50, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
 
 
 def llama4() -> Any:

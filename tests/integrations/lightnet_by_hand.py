@@ -1,7 +1,5 @@
 """LightNet attention written out, for layers in other people's networks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

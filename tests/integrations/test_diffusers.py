@@ -1,5 +1,5 @@
-"""LightNet in diffusers, as a processor and as a backend: equality with the formula by hand in
-place of torch's attention; masks; what is refused; files."""
+"""LightNet in diffusers, as a processor and as a backend: equality with the formula by hand in place of torch's
+attention; masks; what is refused; files."""
 
 from typing import Any
 
@@ -58,6 +58,12 @@ def transformer() -> Any:
     return diffusers.Transformer2DModel(**HEADS, **sizes)
 
 
+def flux() -> Any:
+    sizes = {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "pooled_projection_dim": 8}
+    heads = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 12, "axes_dims_rope": (4, 4, 8)}
+    return diffusers.FluxTransformer2DModel(**sizes, **heads)
+
+
 def wide(model: Any) -> Any:
     """Initialise all weights widely, so that softmax and SiLU are far from linear."""
     torch.manual_seed(0)
@@ -70,12 +76,16 @@ TEXT = torch.randn(2, 5, 12).double()
 SEEN = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 STEP = torch.tensor([3, 7])
 PADDED = {"encoder_hidden_states": TEXT, "encoder_attention_mask": SEEN}
+PLACES = torch.cat([torch.zeros(16, 1), torch.cartesian_prod(torch.arange(4.0), torch.arange(4.0))], 1)
+FLUX = {"pooled_projections": torch.randn(2, 8), "img_ids": PLACES, "txt_ids": torch.zeros(5, 3)}
+FLUX |= {"encoder_hidden_states": TEXT, "timestep": torch.tensor([0.3, 0.7])}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "UNet": (unet, {"sample": torch.randn(2, 4, 8, 8), "timestep": STEP, "encoder_hidden_states": TEXT}),
     "UNet, padding": (unet, {"sample": torch.randn(2, 4, 8, 8), "timestep": STEP, **PADDED}),
     "UNet without text": (unet_plain, {"sample": torch.randn(2, 3, 8, 8), "timestep": STEP}),
     "DiT": (dit, {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": STEP, "class_labels": torch.tensor([1, 2])}),
     "Transformer2D, padding": (transformer, {"hidden_states": torch.randn(2, 16, 4, 4), **PADDED}),
+    "Flux": (flux, {"hidden_states": torch.randn(2, 16, 4), **FLUX}),
 }
 
 
@@ -83,49 +93,54 @@ def doubled(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
 
 
+def select(layer: Any, lightnet: bool) -> None:
+    """Diffusers' older layers take a processor, its newer ones a backend."""
+    if isinstance(layer, Attention):
+        layer.set_processor(LightNetAttnProcessor() if lightnet else AttnProcessor2_0())
+    else:
+        layer.set_attention_backend("lightnet" if lightnet else "native")
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_processor_equals_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_and_backend_equal_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float64; the network is the same but for torch's attention, which the formula replaces.
     1e-9 is 10^6 roundings; a bias of -10000 hides a key in both, exactly."""
     make, inputs = CASES[name]
     model = wide(make())
-    layers = [m for m in model.modules() if isinstance(m, Attention)]
-    each: list[Tensor] = []
+    layers = [m for m in model.modules() if isinstance(m, Attention) or type(m).__name__ == "FluxAttention"]
+    each: list[Any] = []
     for layer in layers:
         layer.register_forward_hook(lambda m, i, out: each.append(out))
 
-    def run(processor: Any) -> Any:
+    def run(lightnet: bool) -> Any:
         each.clear()
         for layer in layers:
-            layer.set_processor(processor)
+            select(layer, lightnet)
         with torch.no_grad():
             return model(**doubled(inputs)).sample, list(each)
 
-    softmax = run(AttnProcessor2_0())[0]
-    got, parts = run(LightNetAttnProcessor())
-    assert not torch.allclose(got, softmax)
+    softmax = run(lightnet=False)[0]
+    actual, outputs = run(lightnet=True)
+    assert not torch.allclose(actual, softmax)
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", formula)
-    expected, expected_parts = run(AttnProcessor2_0())
-    assert len(parts) == len(layers) >= 2
-    torch.testing.assert_close(parts, expected_parts, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    expected, expected_outputs = run(lightnet=False)
+    assert len(outputs) == len(layers) >= 2
+    torch.testing.assert_close(outputs, expected_outputs, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_gradients_and_grouped_heads() -> None:
     layer = Attention(12, heads=4, kv_heads=2, dim_head=6, processor=LightNetAttnProcessor())
     layer(torch.randn(2, 7, 12)).square().sum().backward()
-    assert all(
-        x.grad is not None and x.grad.abs().sum() > 0 for x in layer.parameters() if x is not layer.to_out[0].bias
-    )
+    assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in layer.parameters())
     q, k, v = torch.randn(2, 7, 4, 6), torch.randn(2, 5, 2, 6), torch.randn(2, 5, 2, 3)
     expected = formula(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     torch.testing.assert_close(attend(q, k, v, None), expected)
 
 
-def call(mask: Tensor | None = None, **layer: Any) -> Tensor:
-    return Attention(12, heads=2, dim_head=6, processor=LightNetAttnProcessor(), **layer)(
-        torch.randn(2, 7, 12), attention_mask=mask
-    )
+def call(mask: Tensor | None = None, **options: Any) -> Tensor:
+    layer = Attention(12, heads=2, dim_head=6, processor=LightNetAttnProcessor(), **options)
+    return layer(torch.randn(2, 7, 12), attention_mask=mask)
 
 
 def test_refuses_by_name_what_it_cannot_express() -> None:
@@ -142,47 +157,6 @@ def test_refuses_by_name_what_it_cannot_express() -> None:
             call(**options)
 
 
-def flux() -> Any:
-    sizes = {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "pooled_projection_dim": 8}
-    heads = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 12, "axes_dims_rope": (4, 4, 8)}
-    return diffusers.FluxTransformer2DModel(**sizes, **heads)
-
-
-def test_backend_equals_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = wide(flux())
-    places = torch.zeros(16, 3)
-    places[:, 1], places[:, 2] = torch.arange(16) // 4, torch.arange(16) % 4
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 4),
-        "encoder_hidden_states": TEXT,
-        "pooled_projections": torch.randn(2, 8),
-        "timestep": torch.tensor([0.3, 0.7]),
-        "img_ids": places,
-        "txt_ids": torch.zeros(5, 3),
-    }
-
-    def run() -> Tensor:
-        with torch.no_grad():
-            return model(**doubled(inputs)).sample
-
-    def select(name: str) -> None:
-        for layer in model.modules():
-            if hasattr(layer, "set_attention_backend") and layer is not model:
-                layer.set_attention_backend(name)
-
-    softmax = run()
-    select("lightnet")
-    got = run()
-    assert not torch.allclose(got, softmax)
-    select("native")
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", formula)
-    torch.testing.assert_close(got, run(), rtol=1e-9, atol=1e-9)
-    with pytest.raises(ValueError, match=r"attn_mask \(2, 1, 4, 4\): LightNet has one memory"):
-        q = torch.randn(2, 4, 2, 6)
-        told = {"attn_mask": torch.ones(2, 1, 4, 4).tril().bool()}
-        attention_dispatch.dispatch_attention_fn(q, q, q, **told, backend="lightnet")
-
-
 def test_masks_repeated_for_heads_are_padding() -> None:
     """The second axis of four is that of the heads, also where there are as many samples."""
     q, k = torch.randn(2, 3, 2, 6), torch.randn(2, 4, 2, 6)
@@ -196,6 +170,9 @@ def test_masks_repeated_for_heads_are_padding() -> None:
     for mask in (each[None, :, None], each[None, :, None].expand(2, 2, 1, 4)):
         with pytest.raises(ValueError, match=r"attn_mask \(., 2, 1, 4\): LightNet has one memory"):
             backend(q, k, k, attn_mask=mask)
+    with pytest.raises(ValueError, match=r"attn_mask \(2, 1, 4, 4\): LightNet has one memory"):
+        causal = torch.ones(2, 1, 4, 4).tril().bool()
+        attention_dispatch.dispatch_attention_fn(k, k, k, attn_mask=causal, backend="lightnet")
     with pytest.raises(ValueError, match=r"\(2, 3, 1, 4\): LightNet has one memory.*, of \(2, 4\) keys$"):
         padding(same.expand(2, 3, 1, 4), 2, 4, heads=2)
 

@@ -32,14 +32,14 @@ def swin():
 
 def test_unetr_is_the_composition_of_its_parts(close):
     torch.manual_seed(0)
-    net = unetr((32, 48, 32)).double()
+    net = unetr((32, 48, 16)).double()
     report = replace_attention(net)
     assert len(report.replaced) == 12 and not report.left
-    assert "LightNetAttention on a grid (2, 3, 2)" in report.replaced["vit.blocks.0.attn"]
-    x = torch.randn(1, 1, 32, 48, 32, dtype=torch.float64)
+    assert "LightNetAttention on a grid (2, 3, 1)" in report.replaced["vit.blocks.0.attn"]
+    x = torch.randn(1, 1, 32, 48, 16, dtype=torch.float64)
     tokens, hidden = net.vit.patch_embedding(x), []
     for block in net.vit.blocks:
-        tokens = tokens + lightnet(block.attn.tokens.mixer, block.norm1(tokens), (2, 3, 2))
+        tokens = tokens + lightnet(block.attn.tokens.mixer, block.norm1(tokens), (2, 3, 1))
         tokens = tokens + block.mlp(block.norm2(tokens))
         hidden.append(tokens)
     features, blocks = net.vit(x)
@@ -47,7 +47,7 @@ def test_unetr_is_the_composition_of_its_parts(close):
         close(a, b, 1e-10)
     y = net(x)
     y.square().mean().backward()
-    assert y.shape == (1, 2, 32, 48, 32)
+    assert y.shape == (1, 2, 32, 48, 16)
     assert all(p.grad is not None for b in net.vit.blocks for p in b.attn.parameters())
 
 

@@ -193,27 +193,32 @@ def test_a_mixer_with_torchs_call():
 CROSS = "LightNetAttention"  # has a cross form, without neighbours: another function than its own
 
 
+@pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("mixer", ["Mamba", CROSS])
-def test_equal_tensors_are_one_source_whatever_object_holds_them(mixer):
-    """Copies, as autocast, checkpoints and graphs make them."""
+def test_equal_tensors_are_one_source_whatever_object_holds_them(close, mixer, compiling, monkeypatch):
+    """Copies, as autocast, checkpoints and graphs make them; a graph compares the tensors when it runs."""
     net = nn.ModuleDict({"a": nn.MultiheadAttention(16, 4, batch_first=True)})
     replace_attention(net, mixer)
-    layer, x = net["a"], torch.randn(3, 10, 16)
-    padded = {"key_padding_mask": padding()}
-    causal = {**padded, "attn_mask": CAUSAL, "is_causal": True}
-    for options in (padded, causal):
-        expected = layer(x, x, x, **options)[0]
-        assert torch.equal(layer(x, x.clone(), x.clone(), **options)[0], expected)
-    x[0, 0, 0] = torch.nan
-    assert layer(x, x.clone(), x.clone())[0].isnan().any()
+    layer, x, y = net["a"], torch.randn(3, 10, 16), torch.randn(3, 10, 16)
+    padded, causal = {"key_padding_mask": padding()}, {"attn_mask": CAUSAL, "is_causal": True}
+    masks = ({}, padded, causal, {**padded, **causal})
+    expected = [layer(x, x, x, **options)[0] for options in masks]
+    error = RuntimeError if compiling else ValueError
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    for options, alone in zip(masks, expected, strict=True):
+        close(layer(x, x.clone(), x.clone(), **options)[0], alone, 1e-6)
+    with pytest.raises(error, match="key and value differ"):
+        layer(x, y, x)
     if mixer == "Mamba":
-        with pytest.raises(ValueError, match="key differs from query, and Mamba reads query only"):
-            layer(x, x + 1, x + 1)
+        with pytest.raises(error, match="key differs from query, and Mamba reads query"):
+            layer(x, y, y)
     else:
-        y = torch.randn(3, 10, 16)
-        assert torch.equal(layer(x[1:], y[1:], y[1:])[0], layer.mixer(x[1:], context=y[1:]))
-        with pytest.raises(ValueError, match="attn_mask is causal and key differs from query"):
+        close(layer(x, y, y)[0], layer.mixer(x, context=y), 1e-6)
+        with pytest.raises(error, match="attn_mask is causal and key differs from query"):
             layer(x, y, y, **causal)
+    if not compiling:
+        x[0, 0, 0] = torch.nan
+        assert layer(x, x.clone(), x.clone())[0].isnan().any()
 
 
 def test_the_layer_of_a_decoder_that_reads_another_source_always_does(close):
@@ -222,27 +227,6 @@ def test_the_layer_of_a_decoder_that_reads_another_source_always_does(close):
     layer, x = net.layers[0].multihead_attn, torch.randn(3, 10, 16)
     for source in (x, x.clone()):
         close(layer(x, source, source)[0], layer.mixer(x, context=x), 0)
-
-
-@pytest.mark.parametrize("mixer", ["Mamba", CROSS])
-def test_a_graph_compares_the_tensors_when_it_runs(close, mixer, monkeypatch):
-    net = nn.ModuleDict({"a": nn.MultiheadAttention(16, 4, batch_first=True)})
-    replace_attention(net, mixer)
-    layer, x, y = net["a"], torch.randn(3, 10, 16), torch.randn(3, 10, 16)
-    plain, causal = (layer(x, x, x, attn_mask=mask)[0] for mask in (None, CAUSAL))
-    cross = None if mixer == "Mamba" else layer(x, y, y)[0]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    close(layer(x, x.clone(), x.clone())[0], plain, 1e-6)
-    close(layer(x, x.clone(), x.clone(), attn_mask=CAUSAL)[0], causal, 1e-6)
-    with pytest.raises(RuntimeError, match="key and value differ: expected one source"):
-        layer(x, y, x)
-    if cross is None:
-        with pytest.raises(RuntimeError, match="key differs from query, and Mamba reads query"):
-            layer(x, y, y)
-    else:
-        close(layer(x, y, y)[0], cross, 1e-6)
-        with pytest.raises(RuntimeError, match="attn_mask is causal and key differs from query"):
-            layer(x, y, y, attn_mask=CAUSAL)
 
 
 @pytest.mark.slow

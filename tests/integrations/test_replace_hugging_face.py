@@ -53,10 +53,12 @@ def test_encoders_get_mixers(make: Any, inputs: dict[str, Any], grid: str, mixer
         assert all(f"LightNetAttention on {grid}" in x for x in report.replaced.values())
     layers = [x for x in model.modules() if type(x).__name__ == "EncoderMixer"]
     heard: list[tuple[Tensor, Tensor]] = []
+
+    def hear(_: Any, inputs: Any, options: Any, out: Any) -> None:
+        heard.append((inputs[0] if inputs else options["hidden_states"], out[0]))
+
     for layer in layers:
-        layer.register_forward_hook(
-            lambda m, i, kw, out: heard.append((i[0] if i else kw["hidden_states"], out[0])), with_kwargs=True
-        )
+        layer.register_forward_hook(hear, with_kwargs=True)
     after = model.eval()(**inputs)[0]
     assert after.shape == before.shape and not torch.allclose(after, before)
     for layer, (x, y) in zip(layers, heard, strict=True):
@@ -108,9 +110,9 @@ def test_layers_with_a_cache_or_a_causal_mask_get_the_implementation(make: Any, 
 def test_a_model_with_caches_generates_and_is_switched_as_one() -> None:
     model = llama().eval()
     replace_attention(model)
-    told: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-    plain = model.generate(words(), **told, use_cache=False)
-    assert torch.equal(model.generate(words(), **told), plain)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    plain = model.generate(words(), **options, use_cache=False)
+    assert torch.equal(model.generate(words(), **options), plain)
     with pytest.raises(ValueError, match=r"where=.*layers that are switched with all others"):
         replace_attention(llama(), where="*layers.0.*")
     assert len(replace_attention(bart()).replaced) == 6
@@ -154,16 +156,15 @@ def test_what_cannot_be_replaced_is_named(make: Any, mixer: Any, reason: str) ->
 @pytest.mark.parametrize("mixer", [None, mixers.LightNetAttention, mixers.Mamba])
 def test_siglip2_pools_without_padding(mixer: Any) -> None:
     """Its head is torch's layer: one learned query, and a mask repeated for all heads."""
-    model = transformers.Siglip2VisionModel(
-        transformers.Siglip2VisionConfig(**SIZES, num_patches=16, patch_size=4)
-    ).eval()
+    config = transformers.Siglip2VisionConfig(**SIZES, num_patches=16, patch_size=4)
+    model = transformers.Siglip2VisionModel(config).eval()
     report = replace_attention(model, mixer)
     assert ("head.attention" in report.left) is (mixer is mixers.Mamba)
     patches, shapes = torch.randn(2, 6, 48), torch.tensor([[2, 3], [2, 2]])
-    told = {"pixel_attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
-    padded = model(pixel_values=patches, spatial_shapes=shapes, **told).pooler_output
-    told = {"pixel_attention_mask": torch.ones(1, 4, dtype=torch.long)}
-    alone = model(pixel_values=patches[1:, :4], spatial_shapes=shapes[1:], **told).pooler_output
+    masks = {"pixel_attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
+    padded = model(pixel_values=patches, spatial_shapes=shapes, **masks).pooler_output
+    masks = {"pixel_attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    alone = model(pixel_values=patches[1:, :4], spatial_shapes=shapes[1:], **masks).pooler_output
     torch.testing.assert_close(padded[1:], alone)
 
 

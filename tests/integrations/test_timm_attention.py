@@ -14,9 +14,8 @@ from ndlightnet import mixers  # noqa: E402
 from ndlightnet.integrations import replace_attention  # noqa: E402
 from ndlightnet.integrations.timm_attention import Attention  # noqa: E402
 from ndlightnet.layout import Grid  # noqa: E402
-from ndlightnet.ops import tables  # noqa: E402
 
-from .lightnet_by_hand import lightnet, neighbours  # noqa: E402
+from .lightnet_by_hand import lightnet  # noqa: E402
 
 
 def vit(**options):
@@ -99,9 +98,8 @@ def test_mixers(close, name):
     net, x = vit(), torch.randn(2, 3, 32, 32)
     what = replace_attention(net, getattr(mixers, name)).replaced["blocks.0.attn"]
     near = name == "LightNetAttention"
-    assert what == f"timm Attention -> {name} on " + (
-        "a grid (4, 4) behind 1 token" if near else "the sequence of tokens"
-    )
+    tokens = "a grid (4, 4) behind 1 token" if near else "the sequence of tokens"
+    assert what == f"timm Attention -> {name} on {tokens}"
     net(x).square().sum().backward()
     assert all(p.grad is not None for p in net.parameters())
     tokens = torch.randn(2, 17, 24)
@@ -111,24 +109,12 @@ def test_mixers(close, name):
 
 
 def test_a_position_code_stands_still_on_prefix_tokens(close):
-    """The paper's layer: with as many axes, a token in front is at position 0."""
-    torch.manual_seed(0)
+    """The paper's layer: the tokens in front have one position, and only their order does not matter."""
     layer = mixers.LightNetAttention(32, dims=2).double()
     x, grid = torch.randn(2, 2 + 12, 32, dtype=torch.float64), Grid((3, 4))
-    y = layer.mix(x, grid, None, False, 2)
-    q, k, v = (p(x)[:, :, None] for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    position = layer.lrpe(grid)._replace(prefix=2)
-    cos, sin = tables(position, 32, torch.float64)
-    assert (cos[:2] == 1).all() and (sin[:2] == 0).all()
-    f, p = torch.nn.functional.silu(q), k.softmax(1)
-    memory = [torch.einsum("blhr,blhd->bhrd", p * w, v) for w in (cos, sin)]
-    read = sum(torch.einsum("blhr,bhrd->blhd", f * w, m) for w, m in zip((cos, sin), memory, strict=True))
-    normed = torch.nn.functional.layer_norm(read[:, :, 0], (32,), eps=1e-6)
-    assert layer.heads == 1
-    gated = normed * layer.gate(x).sigmoid()
-    near = neighbours(v[:, 2:, 0], layer.local_values.weight, (3, 4))
-    gated[:, 2:] += torch.nn.functional.silu(near)
-    close(y, layer.o_proj(gated), 1e-10)
+    y, (in_front, on_the_grid) = layer.mix(x, grid, None, False, 2), ([1, 0, *range(2, 14)], [*range(12), 13, 12])
+    close(layer.mix(x[:, in_front], grid, None, False, 2), y[:, in_front], 1e-10)
+    assert not torch.allclose(layer.mix(x[:, on_the_grid], grid, None, False, 2)[:, :2], y[:, :2])
     with pytest.raises(ValueError, match="prefix=2: expected causal=False and a Grid"):
         layer.mix(x, grid, None, True, 2)
 
@@ -147,14 +133,14 @@ def test_timms_own_constructor_and_call(close):
         layer(x, attn_mask=torch.ones(9, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match="its heads have 48 channels"):
         Attention(24, 3, attn_head_dim=16)
-    made = Attention(24, 3, proj_drop=1.0, dtype=torch.float64)
-    assert (made(x.double()) == 0).all()
+    double = Attention(24, 3, proj_drop=1.0, dtype=torch.float64)
+    assert (double(x.double()) == 0).all()
 
 
 def test_what_is_left_out_is_said_and_what_cannot_be_is_refused():
     net = vit(qk_norm=True, attn_drop_rate=0.1, proj_drop_rate=0.2)
-    said = replace_attention(net).replaced["blocks.0.attn"]
-    assert said.endswith("; without its attn_drop=0.1, q_norm, k_norm")
+    line = replace_attention(net).replaced["blocks.0.attn"]
+    assert line.endswith("; without its attn_drop=0.1, q_norm, k_norm")
     assert net.blocks[0].attn.proj_drop.p == 0.2
     for name, reason in (
         ("swin_tiny_patch4_window7_224", "shifted windows hide different keys"),

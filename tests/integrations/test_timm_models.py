@@ -1,5 +1,5 @@
-"""NDLightNet made by timm: its names, arguments, features and weights. Layer decay, the optimiser and
-the average of weights are the door `timm` of tests/doors."""
+"""NDLightNet made by timm: its names, arguments, features and weights. Layer decay, the optimiser and the average of
+weights are the door `timm` of tests/doors, segmentation_models_pytorch the door `smp`."""
 
 from copy import deepcopy
 
@@ -43,9 +43,8 @@ def test_one_name_is_one_network_everywhere(name):
 
 
 def test_arguments_of_create_model():
-    net = make(
-        in_chans=4, drop_rate=0.25, drop_path_rate=0.2, img_size=(64, 80), global_pool="avg", dynamic_img_size=True
-    )
+    rates = {"drop_rate": 0.25, "drop_path_rate": 0.2}
+    net = make(in_chans=4, img_size=(64, 80), global_pool="avg", dynamic_img_size=True, **rates)
     assert net.head_drop.p == 0.25 and net.blocks[1].drop_path.p == pytest.approx(0.2)
     assert net(torch.randn(1, 4, 30, 41)).shape == (1, 5)
     assert timm.models.get_model_input_config(net)["input_size"] == (4, 64, 80)
@@ -120,21 +119,3 @@ def test_what_timm_made_is_saved_and_loaded_without_timm(tmp_path):
     assert type(net) is type(twin) is NDLightNet and torch.equal(twin(x), net(x))
     torch.save(net.state_dict(), tmp_path / "w.pt")
     assert torch.equal(make(mixer="GLA", checkpoint_path=tmp_path / "w.pt")(x), net(x))
-
-
-# the door `smp` has fewer levels, and blocks by their indices
-@pytest.mark.filterwarnings("ignore:Encoder does not have prefix tokens")
-def test_dpt_takes_the_features_of_four_blocks_and_a_unet_of_one_stride_is_refused():
-    smp = pytest.importorskip("segmentation_models_pytorch")
-    sizes = {"decoder_intermediate_channels": (8, 8, 8, 8), "decoder_fusion_channels": 8, "decoder_readout": "add"}
-    options = {"in_channels": 2, "embed_dim": 32, "tpe_states": 8, "dynamic_img_size": True, **sizes}
-    net = smp.DPT("tu-ndlightnet_tiny_local", encoder_weights=None, classes=3, **options).eval()
-    x = torch.randn(2, 2, 64, 32)
-    with torch.no_grad():
-        maps = net.encoder.model.forward_intermediates(x, [2, 5, 8, 11], intermediates_only=True)
-        expected = net.segmentation_head(net.decoder(maps, [None] * 4))
-        assert torch.equal(net(x), expected) and expected.shape == (2, 3, 64, 32)
-    assert net.encoder.output_strides == [16] * 4 and net.encoder.out_channels == [32] * 4
-    assert not net.encoder.is_fixed_input_size
-    with pytest.raises(ValueError, match="Unsupported model downsampling pattern"):
-        smp.Unet("tu-ndlightnet_tiny", encoder_weights=None)

@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+RAMP = np.arange(24, dtype=np.uint8).reshape(4, 6) * 10
+COLOURS = np.stack([RAMP, 255 - RAMP, np.full_like(RAMP, 100)], axis=-1)
+
 
 def write_tiff(
     path: Path, cells: np.ndarray, bits: int, photometric: int | None, order: str = "<", packed: bool = False

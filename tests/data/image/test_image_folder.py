@@ -8,13 +8,13 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import class_names
 from ndlightnet.data.image.image_folder import TRIES, FolderImages, collate, find_images, list_images, read_image
 from ndlightnet.data.sampling import SeededSamples
 
-RAMP = np.arange(24, dtype=np.uint8).reshape(4, 6) * 10
-COLOURS = np.stack([RAMP, 255 - RAMP, np.full_like(RAMP, 100)], axis=-1)
+from ..refusals import refuses
+from .picture_files import COLOURS, RAMP
+
 to_tensor = v2.PILToTensor()
 
 
@@ -37,9 +37,9 @@ def test_transparent_pixels_are_white(tmp_path):
     alpha = np.full((4, 6, 1), 255, np.uint8)
     alpha[0], alpha[1] = 0, 51
     path = save(tmp_path / "a.png", np.concatenate([COLOURS, alpha], -1))
-    found = np.asarray(read_image(path, 3)).astype(int)
-    assert (found[0] == 255).all() and np.array_equal(found[2:], COLOURS[2:])
-    assert np.abs(found[1] - (0.2 * COLOURS[1] + 0.8 * 255)).max() <= 1
+    cells = np.asarray(read_image(path, 3)).astype(int)
+    assert (cells[0] == 255).all() and np.array_equal(cells[2:], COLOURS[2:])
+    assert np.abs(cells[1] - (0.2 * COLOURS[1] + 0.8 * 255)).max() <= 1
     grey = np.stack([RAMP, alpha[..., 0]], -1)
     assert np.asarray(read_image(save(tmp_path / "g.png", grey), 1))[0].min() == 255
     palette = Image.fromarray(RAMP // 10, "L").convert("P")
@@ -50,11 +50,11 @@ def test_transparent_pixels_are_white(tmp_path):
 
 def test_floats_are_from_0_to_1(tmp_path):
     cells = np.linspace(0, 1, 24, dtype=np.float32).reshape(4, 6)
-    found = np.asarray(read_image(save(tmp_path / "a.tif", cells), 1))
-    assert np.abs(found - 255 * cells).max() <= 0.5
+    image = np.asarray(read_image(save(tmp_path / "a.tif", cells), 1))
+    assert np.abs(image - 255 * cells).max() <= 0.5
     for wrong in (-cells, 3 * cells, cells * np.nan):
-        with pytest.raises(DataError, match=r"b\.tif: has values .*, expected 0 to 1"):
-            read_image(save(tmp_path / "b.tif", wrong), 1)
+        path = save(tmp_path / "b.tif", wrong)
+        refuses(lambda path=path: read_image(path, 1), path, "has values .*, expected 0 to 1")
 
 
 @pytest.mark.parametrize("ending", ["png", "jpg", "webp", "tif"])
@@ -67,20 +67,18 @@ def test_a_file_is_turned_as_its_tag_says(tmp_path, ending, orientation):
     across = [large, large[:, ::-1], large[::-1, ::-1], large[::-1]]
     turned = [None, *across, *(across[n].T for n in (0, 3, 2, 1))]
     if ending == "tif" and orientation > 4:
-        with pytest.raises(DataError, match=f"orientation tag {orientation}, expected an upright"):
-            read_image(path, 1)
+        refuses(lambda: read_image(path, 1), path, f"orientation tag {orientation}, expected an upright")
         return
-    found = np.asarray(read_image(path, 1)).astype(int)
-    assert found.shape == turned[orientation].shape
-    assert np.abs(found - turned[orientation]).max() < 10
+    cells = np.asarray(read_image(path, 1)).astype(int)
+    assert cells.shape == turned[orientation].shape
+    assert np.abs(cells - turned[orientation]).max() < 10
 
 
 def test_what_to_predict(folder):
     assert len(find_images(folder.parent)) == 6
     one = find_images(folder / "cat" / "0.png")
     assert len(one) == 1 and one.path(0) == folder / "cat" / "0.png"
-    with pytest.raises(DataError, match="nowhere: no such file or folder"):
-        find_images("nowhere")
+    refuses(lambda: find_images("nowhere"), Path("nowhere"), "no such file or folder")
 
 
 def test_a_bad_file_is_replaced_by_the_next_good_one(folder):
@@ -89,14 +87,14 @@ def test_a_bad_file_is_replaced_by_the_next_good_one(folder):
         files.path(number).write_bytes(b"damaged")
     images = FolderImages(files, 1, to_tensor, train=True)
     visits = SeededSamples(images, seed=3)
-    found = [visits[n] for n in range(12)]
-    replaced = [sample for sample in found if sample.problems]
+    samples = [visits[n] for n in range(12)]
+    replaced = [sample for sample in samples if sample.problems]
     assert len(replaced) == 4 and all(sample.number == 3 for sample in replaced)
-    assert all(sample.label == sample.number // 3 for sample in found)
+    assert all(sample.label == sample.number // 3 for sample in samples)
     lines = {line for sample in replaced for line in sample.problems}
     assert len(lines) == 2 and all("cannot be read" in line for line in lines)
-    assert [visits[n].draw for n in range(12)] == [sample.draw for sample in found]
-    assert len({sample.draw for sample in found}) == 12
+    assert [visits[n].draw for n in range(12)] == [sample.draw for sample in samples]
+    assert len({sample.draw for sample in samples}) == 12
     for number in range(6):
         files.path(number).write_bytes(b"damaged")
     sample = images[0]
@@ -119,7 +117,7 @@ def test_a_bad_file_is_left_out_of_a_batch_elsewhere(folder):
 def test_a_broken_tag_leaves_the_image(tmp_path):
     exif = Image.Exif()
     exif[0x0112], exif[0x010E] = 6, "of a camera"
-    whole = exif.tobytes()
-    for end in (len(whole) - 3, len(whole) // 2, 8):
-        path = save(tmp_path / "a.jpg", exif=whole[:end])
+    tag = exif.tobytes()
+    for end in (len(tag) - 3, len(tag) // 2, 8):
+        path = save(tmp_path / "a.jpg", exif=tag[:end])
         assert set(read_image(path, 3).size) == {4, 6}

@@ -20,18 +20,18 @@ def noise(height: int, width: int, channels: int = 3) -> Image.Image:
 def test_an_image_of_the_size_stays_as_it_is():
     image = noise(8, 12)
     for transform in (evaluation((8, 12), 1.0, "bicubic"), training((8, 12), "bicubic", **PLAIN)):
-        found = transform(image)
-        assert found.dtype == torch.uint8
-        assert np.array_equal(found.permute(1, 2, 0), np.asarray(image))
+        cells = transform(image)
+        assert cells.dtype == torch.uint8
+        assert np.array_equal(cells.permute(1, 2, 0), np.asarray(image))
 
 
 def test_the_middle_is_kept():
     """As by a resize of the short side and a central crop, where both end at whole pixels."""
     image = noise(32, 64)
-    found = np.asarray(central_crop(image, (12, 12), 0.75, "bilinear")).astype(int)
+    middle = np.asarray(central_crop(image, (12, 12), 0.75, "bilinear")).astype(int)
     resized = image.resize((32, 16), Image.Resampling.BILINEAR)
-    wanted = np.asarray(resized.crop((10, 2, 22, 14))).astype(int)
-    assert np.abs(found - wanted)[1:-1, 1:-1].max() <= 1  # Pillow sees the border from within only
+    expected = np.asarray(resized.crop((10, 2, 22, 14))).astype(int)
+    assert np.abs(middle - expected)[1:-1, 1:-1].max() <= 1  # Pillow sees the border from within only
     wide = central_crop(image, (4, 8), 1.0, "nearest")
     assert wide.size == (8, 4) and wide.getpixel((7, 3)) == image.getpixel((60, 28))
 
@@ -105,11 +105,11 @@ def test_mixing_gives_soft_labels_from_the_seed():
         assert torch.equal(state, torch.get_rng_state())
         assert torch.equal(mixed, again[0]) and torch.equal(soft, again[1])
         assert soft.shape == (6, 4) and torch.allclose(soft.sum(1), torch.ones(6))
-        part = soft[0, 0]  # of the label of the first image; the other is label 1 of image 5
-        if torch.allclose(mixed, part * images + (1 - part) * images.roll(1, 0), atol=1e-5):
+        share = soft[0, 0]  # of the label of the first image; the other is label 1 of image 5
+        if torch.allclose(mixed, share * images + (1 - share) * images.roll(1, 0), atol=1e-5):
             kinds.add("mixup")
         else:
             kinds.add("cutmix")
-            own = (mixed == images).all(1).float().mean((1, 2))
-            assert torch.allclose(own, part.expand(6), atol=1e-5)
+            kept_cells = (mixed == images).all(1).float().mean((1, 2))
+            assert torch.allclose(kept_cells, share.expand(6), atol=1e-5)
     assert kinds == {"mixup", "cutmix"}

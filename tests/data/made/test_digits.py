@@ -2,6 +2,7 @@
 it."""
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,13 @@ def places(videos: VideoFolder) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-def test_layout_and_clips(videos: VideoFolder) -> None:
+def test_clips_and_that_sources_of_test_are_not_in_train(videos: VideoFolder) -> None:
     assert videos.classes == MOTIONS
     assert (len(videos.train), len(videos.test)) == (360, 60)
     assert {sum(s.label == label for s in videos.test) for label in range(6)} == {10}
     reader = PyAVReader(videos.test[0].path)
     assert len(reader) == FRAMES
     assert reader.frames([0]).shape == (1, SIZE, SIZE, 3)
-
-
-def test_sources_of_test_are_not_in_train(videos: VideoFolder) -> None:
     train, test = ({s.path.stem.split("-")[1] for s in samples} for samples in (videos.train, videos.test))
     assert len(train) > 100 and len(test) > 20
     assert not train & test
@@ -78,11 +76,10 @@ def test_motion_shows_in_the_files(places: tuple[Tensor, Tensor], videos: VideoF
         assert mine[:, 1 - axis].abs().median() < mine[:, axis].abs().median() / 4, name
 
 
-@pytest.mark.parametrize("frame", [0, FRAMES // 2, FRAMES - 1])
-def test_one_frame_tells_nothing_by_place(places: tuple[Tensor, Tensor], frame: int) -> None:
+def test_one_frame_tells_nothing_by_place(places: tuple[Tensor, Tensor]) -> None:
     """Rayleigh's test: for uniform places n * |mean|^2 is exponential of mean 1 in each class."""
     place, label = places
-    for number in range(len(MOTIONS)):
+    for number, frame in product(range(len(MOTIONS)), (0, FRAMES // 2, FRAMES - 1)):
         mine = place[label == number, frame]
         assert len(mine) == 60
         assert (len(mine) * mine.mean(dim=0).abs() ** 2 < 9).all(), (MOTIONS[number], frame)
@@ -116,24 +113,19 @@ def test_same_arguments_same_bytes(tmp_path: Path, make: Any, sizes: tuple[int, 
     assert set(first.values()).isdisjoint(contents("c", seed=4).values())
 
 
-@pytest.mark.parametrize("wrong", [{"train": 5}, {"test": 5}, {"frames": 1}, {"size": 41}, {"size": 16}])
-def test_arguments(tmp_path: Path, wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"at least 6 clips .* 2 frames, and an even size .* expected, got"):
-        make_moving_digits(tmp_path / "a", **wrong)
-
-
-@pytest.mark.parametrize("wrong", [{"train": 9}, {"test": 9}, {"size": 15}])
-def test_arguments_of_pictures(tmp_path: Path, wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="at least 10 pictures in train and test, and a size from 16 expected, got"):
-        make_coloured_digits(tmp_path / "a", **wrong)
+def test_arguments(tmp_path: Path) -> None:
+    for wrong in ({"train": 5}, {"test": 5}, {"frames": 1}, {"size": 41}, {"size": 16}):
+        with pytest.raises(ValueError, match=r"at least 6 clips .* 2 frames, and an even size .* expected, got"):
+            make_moving_digits(tmp_path / "a", **wrong)
+    for wrong in ({"train": 9}, {"test": 9}, {"size": 15}):
+        with pytest.raises(ValueError, match="at least 10 pictures in train and test, and a size from 16 expected"):
+            make_coloured_digits(tmp_path / "a", **wrong)
 
 
 def test_still_digits_are_the_same_in_every_run() -> None:
     splits = still_digits(12)
-    assert {split: pixels.shape for split, (pixels, _) in splits.items()} == {
-        "train": (1500, 12, 12),
-        "test": (297, 12, 12),
-    }
+    shapes = {split: pixels.shape for split, (pixels, _) in splits.items()}
+    assert shapes == {"train": (1500, 12, 12), "test": (297, 12, 12)}
     for split, again in still_digits(12).items():
         for values, same in zip(splits[split], again, strict=True):
             digits.np.testing.assert_array_equal(values, same)

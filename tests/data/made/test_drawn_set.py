@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ndlightnet.data.errors import DataError
 from ndlightnet.data.made.drawn_set import draw_once
 from ndlightnet.data.made.phantoms import make_phantoms
+
+from ..refusals import refuses
 
 
 def draw(folder: Path) -> None:
@@ -20,8 +21,7 @@ def never(_: Path) -> None:
 def test_a_set_is_drawn_once(tmp_path: Path) -> None:
     folder = draw_once(tmp_path / "deep" / "set", {"seed": 3}, draw)
     assert draw_once(folder, {"seed": 3}, never) == folder and (folder / "case").read_text() == "drawn"
-    with pytest.raises(DataError, match=f"^{folder}: holds a set drawn with other arguments: .*3"):
-        draw_once(folder, {"seed": 4}, never)
+    refuses(lambda: draw_once(folder, {"seed": 4}, never), folder, "holds a set drawn with other arguments: .*3")
     assert list(folder.parent.iterdir()) == [folder], "a draft was left behind"
 
 
@@ -46,10 +46,8 @@ def test_the_quicker_of_two_processes_wins(tmp_path: Path) -> None:
 
 def test_another_folder_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(DataError, match=f"^{tmp_path}: holds something else"):
-        draw_once(tmp_path, {}, never)
+    refuses(lambda: draw_once(tmp_path, {}, never), tmp_path, "holds something else")
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
-    with pytest.raises(DataError, match="cannot be written"):
-        draw_once(tmp_path / "thesis.txt" / "set", {}, never)
+    refuses(lambda: draw_once(tmp_path / "thesis.txt" / "set", {}, never), None, "cannot be written")
     with pytest.raises(ValueError, match="training >= 1"):
         make_phantoms(tmp_path / "set", 0, 1, progress=False)

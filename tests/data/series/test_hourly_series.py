@@ -3,29 +3,20 @@
 import gzip
 from datetime import datetime
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
-from ndlightnet.data.errors import DataError
-from ndlightnet.data.series.hourly_series import (
-    HOUR,
-    MONTHS_12_4_4,
-    Series,
-    Windows,
-    mean_errors,
-    read_series,
-    scale_of,
-    simple_forecasts,
-    time_features,
-    window_errors,
-    write_series,
-)
+from ndlightnet.data.series import hourly_series as hourly
+from ndlightnet.data.series.hourly_series import HOUR, Series, Windows, read_series, time_features, write_series
+
+from ..refusals import refuses
 
 START = datetime(2016, 2, 28, 22)
 
 
-def text(rows: int = 30) -> str:
+def text(rows=30):
     lines = [f"{START + i * HOUR:%Y-%m-%d %H:%M:%S},{i},{i + 0.5},-{i}" for i in range(rows)]
     return "\n".join(["date,A,B,OT", *lines]) + "\n"
 
@@ -39,10 +30,8 @@ def test_reading(tmp_path):
     assert series.values[7].tolist() == [7.0, 7.5, -7.0]
     some = read_series(path, ["OT", "A"])
     assert some.columns == ("OT", "A") and torch.equal(some.values, series.values[:, [2, 0]])
-    with pytest.raises(DataError, match=r"^columns=\['A', 'A'\]: has the column A twice"):
-        read_series(path, ["A", "A"])
-    with pytest.raises(DataError, match=r"^/gone\.csv: no such file$"):
-        read_series("/gone.csv")
+    refuses(lambda: read_series(path, ["A", "A"]), None, r"^columns=\['A', 'A'\]: has the column A twice")
+    refuses(lambda: read_series("/gone.csv"), Path("/gone.csv"), "no such file$")
 
 
 def test_written_files_are_read_again_and_hold_no_formulas(tmp_path):
@@ -51,15 +40,14 @@ def test_written_files_are_read_again_and_hold_no_formulas(tmp_path):
     write_series(tmp_path / "x.csv", Series(("=A", "-B", "@", "'c", "d"), START, values))
     head, line, *_ = (tmp_path / "x.csv").read_text().splitlines()
     assert head == "date,'=A,'-B,'@,'c,d" and line.endswith(",-1.5,-1.5,-1.5,-1.5,-1.5")
-    found = read_series(tmp_path / "x.csv")
-    assert (found.columns, found.start) == (("=A", "-B", "@", "'c", "d"), START)
-    assert ((found.values - values).abs() <= 5e-6 * values.abs()).all()  # six digits are written
+    read = read_series(tmp_path / "x.csv")
+    assert (read.columns, read.start) == (("=A", "-B", "@", "'c", "d"), START)
+    assert ((read.values - values).abs() <= 5e-6 * values.abs()).all()  # six digits are written
 
 
+HEADLESS = {"empty": "", "no rows": "date,A\n", "no date": "time,A\n1,2\n"}
 DAMAGE = {
-    "empty": ("", r"expected a header"),
-    "no rows": ("date,A\n", r"expected a header"),
-    "no date": ("time,A\n1,2\n", r"expected a header"),
+    **{name: (content, "expected a header") for name, content in HEADLESS.items()},
     "a gap": (text().replace("2016-02-29 03:00:00", "2016-02-29 04:00:00"), r"line 7: .*03:00"),
     "another date": (text().replace("2016-02-28 23:00:00", "28.2.2016 23:00"), r"line 3: .*28\.2"),
     "a word": (text().replace(",7.5,", ",much,"), r"line 9: .*3 numbers, .*much"),
@@ -75,12 +63,9 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named_in_one_line(tmp_path, damage):
-    content, message = DAMAGE[damage]
-    path = tmp_path / "x.csv"
-    path.write_text(content)
-    with pytest.raises(DataError, match=message) as caught:
-        read_series(path, ["OT"] if damage == "no column" else None)
-    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+    content, words = DAMAGE[damage]
+    (path := tmp_path / "x.csv").write_text(content)
+    refuses(lambda: read_series(path, ["OT"] if damage == "no column" else None), path, words)
 
 
 GOOD = {
@@ -103,10 +88,10 @@ def test_good_tables(tmp_path, name, rows):
     (tmp_path / name).write_bytes(content)
     plain = gzip.decompress(content) if name.endswith(".gz") else content
     head, *lines = plain.decode("utf-8-sig").split("\n")
-    found = read_series(tmp_path / name)
-    assert found.columns == tuple(head.strip().replace('"', "").split(",")[1:])
+    read = read_series(tmp_path / name)
+    assert read.columns == tuple(head.strip().replace('"', "").split(",")[1:])
     expected = [[float(x) for x in line.split(",")[1:]] for line in lines if line.strip()]
-    assert found.values.tolist() == expected and found.start == START
+    assert read.values.tolist() == expected and read.start == START
 
 
 @pytest.mark.parametrize(
@@ -121,18 +106,17 @@ def test_good_tables(tmp_path, name, rows):
 )
 def test_bytes_that_are_no_series(tmp_path, content):
     for name in ("x.csv.gz", "x.csv"):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=r"x\.csv"):
-            read_series(tmp_path / name)
+        (path := tmp_path / name).write_bytes(content)
+        refuses(lambda path=path: read_series(path), path)
 
 
 def test_time_features_of_known_dates():
     """2016 is a leap year, 1 March 2016 a Tuesday and its day 61."""
-    found = time_features(datetime(2016, 3, 1, 0), 25)
-    assert found.shape == (25, 4) and found.dtype == torch.float32
-    assert found[0].tolist() == pytest.approx([-0.5, 1 / 6 - 0.5, -0.5, 60 / 365 - 0.5])
-    assert found[23].tolist() == pytest.approx([0.5, 1 / 6 - 0.5, -0.5, 60 / 365 - 0.5])
-    assert found[24].tolist() == pytest.approx([-0.5, 2 / 6 - 0.5, 1 / 30 - 0.5, 61 / 365 - 0.5])
+    features = time_features(datetime(2016, 3, 1, 0), 25)
+    assert features.shape == (25, 4) and features.dtype == torch.float32
+    assert features[0].tolist() == pytest.approx([-0.5, 1 / 6 - 0.5, -0.5, 60 / 365 - 0.5])
+    assert features[23].tolist() == pytest.approx([0.5, 1 / 6 - 0.5, -0.5, 60 / 365 - 0.5])
+    assert features[24].tolist() == pytest.approx([-0.5, 2 / 6 - 0.5, 1 / 30 - 0.5, 61 / 365 - 0.5])
     last = time_features(datetime(2016, 12, 31, 23), 1)[0]
     assert last.tolist() == pytest.approx([0.5, 5 / 6 - 0.5, 0.5, 0.5])
 
@@ -140,13 +124,13 @@ def test_time_features_of_known_dates():
 def test_scale(close):
     values = torch.randn(100, 3, dtype=torch.float64) * 5 + 2
     values[:, 1] = 7
-    mean, deviation = scale_of(values)
+    mean, deviation = hourly.scale_of(values)
     close(mean, values.sum(0) / 100, 1e-12)
     square = (values - mean).square().sum(0) / 100
     close(deviation, torch.stack([square[0].sqrt(), torch.ones_like(square[1]), square[2].sqrt()]), 1e-12)
 
 
-def of(rows: int, first: int, last: int, length: int, horizon: int) -> Windows:
+def windows_of(rows, first, last, length, horizon):
     """Windows of a series whose value is its row."""
     values = torch.arange(float(rows))[:, None]
     return Windows(values, values.expand(-1, 4), first, last, length, horizon)
@@ -155,14 +139,14 @@ def of(rows: int, first: int, last: int, length: int, horizon: int) -> Windows:
 @pytest.mark.parametrize("horizon, counts", [(96, (8209, 2785, 2785)), (720, (7585, 2161, 2161))])
 def test_windows_of_the_usual_split(horizon, counts):
     """Training targets lie in rows 336 to 8639, those to test in 11520 to 14399, all of them."""
-    ends = (0, *MONTHS_12_4_4)
+    ends = (0, *hourly.MONTHS_12_4_4)
     assert ends == (0, 8640, 11520, 14400)
-    assert [len(of(rows, 0, rows, 6, 4)) for rows in (3, 9, 10, 13)] == [0, 0, 1, 4]
-    parts = [of(17420, a, b, 336, horizon) for a, b in pairwise(ends)]
-    assert tuple(map(len, parts)) == counts
-    for part, first, last in zip(parts, (336, 8640, 11520), ends[1:], strict=True):
-        for i, begin in ((0, first), (len(part) - 1, last - horizon)):
-            values, times, target, number = part[i]
+    assert [len(windows_of(rows, 0, rows, 6, 4)) for rows in (3, 9, 10, 13)] == [0, 0, 1, 4]
+    splits = [windows_of(17420, a, b, 336, horizon) for a, b in pairwise(ends)]
+    assert tuple(map(len, splits)) == counts
+    for split, first, last in zip(splits, (336, 8640, 11520), ends[1:], strict=True):
+        for i, begin in ((0, first), (len(split) - 1, last - horizon)):
+            values, times, target, number = split[i]
             assert number == i
             assert torch.equal(values[:, 0], torch.arange(begin - 336.0, begin))
             assert torch.equal(target[:, 0], torch.arange(float(begin), begin + horizon))
@@ -172,19 +156,19 @@ def test_windows_of_the_usual_split(horizon, counts):
 @pytest.mark.parametrize("length", [24, 30, 71, 72])
 def test_simple_forecasts(length):
     values = torch.randn(2, length, 3)
-    found = simple_forecasts(values, 50)
-    assert list(found) == ["last_value", "last_day", "mean_day"]
+    forecasts = hourly.simple_forecasts(values, 50)
+    assert list(forecasts) == ["last_value", "last_day", "mean_day"]
     for hour in range(50):
         back = length - 24 + hour % 24
         days = [values[:, row] for row in range(back, -1, -24)][: length // 24]
-        assert torch.equal(found["last_value"][:, hour], values[:, -1])
-        assert torch.equal(found["last_day"][:, hour], values[:, back])
-        assert torch.allclose(found["mean_day"][:, hour], sum(days) / len(days), atol=1e-6)
+        assert torch.equal(forecasts["last_value"][:, hour], values[:, -1])
+        assert torch.equal(forecasts["last_day"][:, hour], values[:, back])
+        assert torch.allclose(forecasts["mean_day"][:, hour], sum(days) / len(days), atol=1e-6)
 
 
 def test_errors_by_hand():
     prediction = torch.tensor([[[1.0, 2.0]], [[0.0, 0.0]]])
     target = torch.tensor([[[2.0, 5.0]], [[0.0, -4.0]]])
-    found = window_errors(prediction, target)
-    assert found.dtype == torch.float64 and found.tolist() == [[5.0, 2.0], [8.0, 2.0]]
-    assert mean_errors(found) == {"mse": 6.5, "mae": 2.0}
+    errors = hourly.window_errors(prediction, target)
+    assert errors.dtype == torch.float64 and errors.tolist() == [[5.0, 2.0], [8.0, 2.0]]
+    assert hourly.mean_errors(errors) == {"mse": 6.5, "mae": 2.0}

@@ -1,7 +1,5 @@
 """Videos that the tests write: frames that tell their numbers, and a bar that moves."""
 
-from __future__ import annotations
-
 import io
 import os
 import struct

@@ -1,8 +1,6 @@
 """The film of a file: chosen among streams, its pixels made square, turned and mirrored as the file
 says, by every reader."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,13 +9,13 @@ import pytest
 import torch
 
 import ndlightnet.data.video.video_files as video
-from ndlightnet.data.errors import DataError
 from ndlightnet.data.signal.recordings import read_audio
 from ndlightnet.data.video.film import Display
 from ndlightnet.data.video.video_decoders import Decoder, decoders
 from ndlightnet.data.video.video_files import PyAVReader, Sample, SeekingReader, check_videos, quickest
 from ndlightnet.data.video.video_stream import VideoStream
 
+from ..refusals import refuses
 from .made_videos import MATRICES, as_shown, decoded, each_decoder, encode, jpeg, pour, remux, set_matrix, write_film
 
 ASPECTS = [Fraction(1), Fraction(3), Fraction(8, 9), Fraction(1, 2)]
@@ -38,10 +36,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[Fraction, Path]:
     """A film of three groups of pictures for each aspect of its pixels."""
     folder = tmp_path_factory.mktemp("sources")
     options = {"g": "2", "bf": "0", "qp": "10"}
-    return {
-        aspect: write_film(folder / f"{n}.mp4", pictures(), options=options, aspect=aspect)
-        for n, aspect in enumerate(ASPECTS)
-    }
+    films = enumerate(ASPECTS)
+    return {a: write_film(folder / f"{n}.mp4", pictures(), options=options, aspect=a) for n, a in films}
 
 
 @pytest.mark.parametrize("aspect", ASPECTS, ids=str)
@@ -81,8 +77,7 @@ def test_frames_that_look_alike_in_two_orientations_prove_no_decoder(tmp_path: P
     film[:4] = 0
     path = set_matrix(encode(tmp_path / "a.mp4", film, g="2"), (-1, 0, 0, 1))
     right = torch.from_numpy(decoded(path)[:, :, ::-1].copy())
-    with pytest.raises(DataError, match=f"{decoder.__name__} finds other frames"):
-        SeekingReader(PyAVReader(path), decoder)
+    refuses(lambda: SeekingReader(PyAVReader(path), decoder), path, f"{decoder.__name__} finds other frames")
     assert torch.equal(quickest(PyAVReader(path), 1).frames(range(8)), right)
 
 
@@ -141,8 +136,6 @@ def test_sound_with_a_cover_is_a_good_sound(tmp_path: Path, cover: bytes) -> Non
 
 
 NEITHER, BOTH = (0, 0), (1, 1)
-
-
 FLAGS = [("mp4", (1, 0)), ("mp4", (0, 1)), ("mp4", BOTH), ("mkv", (1, 0)), ("mkv", BOTH), ("mkv", NEITHER)]
 
 

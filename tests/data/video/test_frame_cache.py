@@ -52,7 +52,7 @@ def _fill(cache, values, numbers):
         cache.put(number, values[number])
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
 def test_processes_share_it(method):
     if method not in torch.multiprocessing.get_all_start_methods():
         pytest.skip(f"no {method} here")

@@ -1,7 +1,5 @@
 """A folder of good and bad videos as people have them: every good one is read rightly, and each bad one is one line."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable
 from fractions import Fraction
@@ -11,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from ndlightnet.data.errors import DataError
 from ndlightnet.data.video.video_files import ENDINGS, PyAVReader, find_videos, quickest
 from ndlightnet.data.video.video_stream import VideoStream
 from ndlightnet.training import VideoData
 
+from ..refusals import refuses
 from .made_videos import FAST, as_shown, cover_first, encode, jpeg, load, set_matrix, write_film
 
 FRAMES, HEIGHT, WIDTH = 6, 48, 96
@@ -67,10 +65,6 @@ def without_index(path: Path) -> None:
     path.write_bytes(data[: data.index(b"moov")])
 
 
-def covered(path: Path) -> None:
-    cover_first(write_film(path, drawn(), options=SHARP, sound=True, cover=jpeg()))
-
-
 def archive(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("film.mp4", b"film")
@@ -81,11 +75,7 @@ def unknown(path: Path) -> None:
     path.write_bytes(data.replace(b"avc1", b"zzzz").replace(b"avcC", b"none"))
 
 
-def wider(aspect: Fraction | int) -> np.ndarray:
-    return as_shown(drawn(), aspect=aspect)
-
-
-VFR = [0, 1, 5, 6, 20, 21]
+VFR, NARROW = [0, 1, 5, 6, 20, 21], Fraction(2, 3)
 GOOD: dict[str, tuple[Callable[[Path], object], np.ndarray]] = {
     "plain.mp4": film(),
     "LOUD.MP4": film(sound=True),
@@ -96,17 +86,13 @@ GOOD: dict[str, tuple[Callable[[Path], object], np.ndarray]] = {
     "a.mkv": film(sound=True),
     "transport.mp4": film(container="mpegts"),
     "cover last.mp4": film(sound=True, cover=jpeg()),
-    "cover first.mp4": (covered, drawn()),
+    "cover first.mp4": (lambda path: cover_first(film(sound=True, cover=jpeg())[0](path)), drawn()),
     "cover.mkv": film(cover=jpeg()),
     "default.mkv": film(second=np.zeros((9, 64, 128, 3), np.uint8)),
     "largest.mp4": film(pictures=np.zeros((9, 32, 64, 3), np.uint8), second=drawn(), default=(1, 1), like=drawn()),
-    "quarter.mp4": turned((0, 1, -1, 0)),
     "upside down.mov": turned((-1, 0, 0, -1)),
-    "mirror.mp4": turned((-1, 0, 0, 1)),
-    "transposed.mp4": turned((0, 1, 1, 0)),
-    "wide.mp4": film(aspect=2, like=wider(2)),
-    "narrow.mkv": film(aspect=Fraction(8, 9), like=wider(Fraction(8, 9))),
-    "narrow.mpg": film("mpeg2video", aspect=Fraction(2, 3), container="mpeg", like=wider(Fraction(2, 3))),
+    "narrow.mkv": film(aspect=Fraction(8, 9), like=as_shown(drawn(), aspect=Fraction(8, 9))),
+    "narrow.mpg": film("mpeg2video", container="mpeg", aspect=NARROW, like=as_shown(drawn(), aspect=NARROW)),
     "wide quarter.mp4": turned((0, -1, 1, 0), Fraction(3, 2)),
     "one frame.mp4": film(pictures=drawn(1)),
     "odd.webm": film("libvpx-vp9", pictures=drawn(6, 45, 87), options=VPX),
@@ -138,10 +124,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "song.mp4": (film(pictures=drawn(0), sound=True, cover=jpeg())[0], "only an embedded picture"),
     "song.mkv": (film(pictures=drawn(0), sound=True, cover=jpeg())[0], "only an embedded picture"),
     "unknown.mp4": (unknown, "has a video stream of an unknown codec"),
-    "slanted.mp4": (
-        lambda path: set_matrix(write_film(path, drawn()), (1, 1, -1, 1)),
-        "is turned by 45 degrees, expected a multiple of 90",
-    ),
+    "slanted.mp4": (turned((1, 1, -1, 1))[0], "is turned by 45 degrees, expected a multiple of 90"),
     "pixels.mp4": (film(aspect=20)[0], "has pixels 20 times as wide as high"),
     "strip.mp4": (film(pictures=drawn(2, 2, 4000))[0], "has frames of 4000 x 2 pixels"),
 }
@@ -183,14 +166,9 @@ def test_prediction_goes_through_the_folder(folder: Path) -> None:
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_video_is_one_line(folder: Path, name: str) -> None:
     path, words = folder / name, BAD[name][1]
-    with pytest.raises(DataError) as error:
-        load(path, [16], 99)
-    assert str(error.value).startswith(f"{path}: ") and words in str(error.value)
-    assert "\n" not in str(error.value)
+    refuses(lambda: load(path, [16], 99), path, words)
     if name == "cut.mp4":  # a stream gives what it can
         stream = VideoStream(path)
         assert 0 < len(list(stream)) < 30 and "damaged" in stream.damage
-        return
-    with pytest.raises(DataError) as error:
-        list(VideoStream(path))
-    assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
+    else:
+        refuses(lambda: list(VideoStream(path)), path)

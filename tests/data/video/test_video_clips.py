@@ -1,7 +1,5 @@
 """Clips take the right frames, decoded when they are needed."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 from pathlib import Path
@@ -11,11 +9,11 @@ import torch
 
 import ndlightnet.data.video.clips as clips_module
 import ndlightnet.data.video.video_files as video_module
-from ndlightnet.data.errors import DataError
 from ndlightnet.data.video.clips import ClipDataset
 from ndlightnet.data.video.video_files import Sample
 from ndlightnet.data.video.video_transforms import Framing, plain_clip, to_pixels, train_clip, training
 
+from ..refusals import refuses
 from .made_videos import counting, encode, numbers
 
 
@@ -41,9 +39,9 @@ def test_train_clips(samples, frames):
     torch.manual_seed(0)
     assert len(data) == 2
     for number, label in ((0, 4), (1, 7)):
-        clip, found, index, problem = data[number]
+        clip, *labels_and_notes = data[number]
         assert clip.shape == (3, frames, 32, 32) and clip.dtype == torch.float32
-        assert clip.is_contiguous() and (found, index, problem) == (label, number, "")
+        assert clip.is_contiguous() and labels_and_notes == [label, number, ""]
     assert not torch.equal(data[0][0], data[0][0])
     torch.manual_seed(1)
     first = data[0][0]
@@ -70,9 +68,9 @@ def test_clips_of_a_test(samples, number, frames, clips, crops, expected):
 
 def counted_loads(monkeypatch) -> list[Path]:
     """The paths that are decoded from now on."""
-    load, found = clips_module.open_for_clips, []
-    monkeypatch.setattr(clips_module, "open_for_clips", lambda path, *more: found.append(path) or load(path, *more))
-    return found
+    load, paths = clips_module.open_for_clips, []
+    monkeypatch.setattr(clips_module, "open_for_clips", lambda path, *more: paths.append(path) or load(path, *more))
+    return paths
 
 
 @pytest.mark.parametrize("cache, visits", [(2**32, 1), (100, 3)])
@@ -95,16 +93,14 @@ def test_clips_do_not_depend_on_whether_the_cache_is_full(samples, thinned, mode
     if clips == 0:
         draw = partial(plain_clip, frames=16, framing=framing, hflip=True)
     crops = 1 if mode == "squash" else crops
-    held, full = (
-        ClipDataset([*samples, thinned], 16, framing, draw=draw, clips=clips or 1, crops=crops, cache=cache)
-        for cache in (2**32, 0)
-    )
+    options = {"draw": draw, "clips": clips or 1, "crops": crops}
+    held, full = (ClipDataset([*samples, thinned], 16, framing, cache=cache, **options) for cache in (2**32, 0))
     for number in (0, 1, 2, 2):
         torch.manual_seed(number)
         clip, *labels_and_notes = held[number]
         torch.manual_seed(number)
-        same, *wanted = full[number]
-        assert torch.equal(clip, same) and labels_and_notes == wanted
+        same, *expected = full[number]
+        assert torch.equal(clip, same) and labels_and_notes == expected
     assert isinstance(held.video(2), torch.Tensor) and not isinstance(full.video(2), torch.Tensor)
 
 
@@ -127,12 +123,12 @@ def test_workers_share_what_they_decode(samples, monkeypatch):
     """The second epoch decodes nothing, whichever process decoded a video in the first."""
     gc.collect()  # readers that earlier tests left in tracebacks: a forked worker would wait for their threads
     data = ClipDataset(samples * 4, 4, Framing(28))
-    whole = torch.stack([item[0] for item in data])
+    expected = torch.stack([item[0] for item in data])
     again = ClipDataset(samples * 4, 4, Framing(28))
     loader = torch.utils.data.DataLoader(again, batch_size=1, num_workers=2)
-    assert torch.equal(torch.cat([batch[0] for batch in loader]), whole)
+    assert torch.equal(torch.cat([batch[0] for batch in loader]), expected)
     monkeypatch.setattr(clips_module, "open_for_clips", lambda *_: pytest.fail("decoded again"))
-    assert torch.equal(torch.cat([batch[0] for batch in loader]), whole)
+    assert torch.equal(torch.cat([batch[0] for batch in loader]), expected)
 
 
 def test_a_video_that_cannot_be_read(samples, tmp_path):
@@ -143,11 +139,9 @@ def test_a_video_that_cannot_be_read(samples, tmp_path):
     assert (label, index) == (4, 1) and problem == f"{broken.path}: no such file"
     assert clip.shape == (3, 4, 32, 32)
     assert train[2][1:] == (7, 2, "")
-    with pytest.raises(DataError, match=r"c\.mp4: no such file$"):
-        ClipDataset([broken], 4, Framing(32))[0]
+    refuses(lambda: ClipDataset([broken], 4, Framing(32))[0], broken.path, "no such file$")
     bad = ClipDataset([broken] * 40, 4, Framing(32), draw=random_clips(4, 32))
-    with pytest.raises(DataError, match=r"c\.mp4: no such file; nor can the 15 after it"):
-        bad[0]
+    refuses(lambda: bad[0], broken.path, "no such file; nor can the 15 after it")
 
 
 def test_wrong_arguments(samples):

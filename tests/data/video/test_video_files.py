@@ -1,7 +1,5 @@
 """Readers of videos: frame i is frame i in every container, and nothing is left behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path
@@ -125,14 +123,14 @@ def test_frame_i_is_frame_i(
     assert isinstance(opened, SeekingReader) == (SEEKING and name in SOUGHT)
     for reader in (opened, PyAVReader(path)):
         assert (len(reader), reader.fps) == (COUNT, 25.0)
-        for wanted in ([COUNT - 1, 3, 20, 0, 1], [25, 13], range(11, 30), range(2, COUNT, 7)):
-            assert bars(reader.frames(wanted)) == list(wanted)
-            assert torch.equal(reader.frames(wanted), opened.frames(wanted))
+        for indices in ([COUNT - 1, 3, 20, 0, 1], [25, 13], range(11, 30), range(2, COUNT, 7)):
+            assert bars(reader.frames(indices)) == list(indices)
+            assert torch.equal(reader.frames(indices), opened.frames(indices))
         with pytest.raises(IndexError):
             reader.frames([COUNT])
-    found = list(VideoStream(path))
-    assert [frame.number for frame in found] == list(range(COUNT))
-    assert bars(torch.stack([frame.picture for frame in found])) == list(range(COUNT))
+    streamed = list(VideoStream(path))
+    assert [frame.number for frame in streamed] == list(range(COUNT))
+    assert bars(torch.stack([frame.picture for frame in streamed])) == list(range(COUNT))
 
 
 @pytest.mark.parametrize("codec, options", [("libx264", X264), ("libx264", OPEN), ("mpeg2video", MPEG)])
@@ -149,8 +147,8 @@ def test_a_recording_that_was_joined_late(tmp_path: Path, codec: str, options: d
 
 def test_frames_that_an_edit_list_cuts_off(tmp_path: Path) -> None:
     """They are decoded, for others refer to them, but they are no frames of the video."""
-    whole = moving_bar(tmp_path / "whole.mp4", "libx264", X264, None)
-    cut = remux(whole, tmp_path / "cut.mp4", early=5)
-    assert bars(load(cut, [96], COUNT)) == list(range(5, COUNT))
-    opened = open_video(cut, 1)
+    source = moving_bar(tmp_path / "whole.mp4", "libx264", X264, None)
+    shortened = remux(source, tmp_path / "cut.mp4", early=5)
+    assert bars(load(shortened, [96], COUNT)) == list(range(5, COUNT))
+    opened = open_video(shortened, 1)
     assert isinstance(opened, PyAVReader) and bars(opened.frames([30, 1])) == [35, 6]

@@ -1,7 +1,5 @@
 """Where a reader may seek, and the decoders that seek beside PyAV."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

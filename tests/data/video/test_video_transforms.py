@@ -84,13 +84,13 @@ def test_squashed_frames_are_whole(height: int, width: int) -> None:
 def test_frame_differences() -> None:
     torch.manual_seed(0)
     clips = torch.randn(2, 5, 3, 6, 4, 4)
-    found = frame_differences(clips)
-    assert found.shape == clips.shape and (found[..., 0, :, :] == 0).all()
-    torch.testing.assert_close(found[..., 1:, :, :], 2 * clips.diff(dim=-3))
+    differences = frame_differences(clips)
+    assert differences.shape == clips.shape and (differences[..., 0, :, :] == 0).all()
+    torch.testing.assert_close(differences[..., 1:, :, :], 2 * clips.diff(dim=-3))
     # frame by frame with the one before, as a stream
-    parts = [found[..., :1, :, :]]
-    parts += [frame_differences(clips[..., t : t + 1, :, :], clips[..., t - 1 : t, :, :]) for t in range(1, 6)]
-    assert torch.equal(torch.cat(parts, -3), found)
+    steps = [differences[..., :1, :, :]]
+    steps += [frame_differences(clips[..., t : t + 1, :, :], clips[..., t - 1 : t, :, :]) for t in range(1, 6)]
+    assert torch.equal(torch.cat(steps, -3), differences)
 
 
 def ramp() -> Tensor:

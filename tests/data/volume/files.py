@@ -1,7 +1,7 @@
 """Volumes that tests write, and those that they are given."""
 
 import gzip
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import pydicom
 import pytest
 import SimpleITK as sitk
 
-from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
+
+from ..refusals import refuses as refuses
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 # Oblique, unequal spacing, first axis to the left: an affine that forgives nothing.
@@ -64,16 +65,6 @@ def edit(file: Path, **tags: Any) -> None:
             if value is not None:
                 setattr(data, tag, value)
     data.save_as(file)
-
-
-def refuses(act: Callable[[], Any], path: Path | None, words: str, noise: Sequence[str] = ()) -> None:
-    """A DataError of one line that starts with the path and says what is wrong, without the words of `noise`."""
-    with pytest.raises(DataError, match=words) as caught:
-        act()
-    message = str(caught.value)
-    assert message.isprintable() and len(message) < 1000 and not any(word in message for word in noise)
-    if path is not None:
-        assert message.startswith(f"{path}:"), message
 
 
 def patched(data: bytes, start: int, new: bytes) -> bytes:
@@ -137,34 +128,23 @@ def write_itk(
 def write_series(folder: Path, volume: np.ndarray, gap: float = 2.5, **tags: Any) -> Path:
     """volume (x, y, z) in HU as a DICOM series from the feet up; file names shuffled. tags: set in every file. A folder
     that is there gets this series as one more."""
-    folder.mkdir(parents=True, exist_ok=True)
-    before = len(list(folder.iterdir()))
-    series, study, frame = (pydicom.uid.generate_uid() for _ in range(3))
+    before = len(list(folder.glob("*")))
+    kinds = ("SeriesInstanceUID", "StudyInstanceUID", "FrameOfReferenceUID")
+    uids = {kind: pydicom.uid.generate_uid() for kind in kinds}
+    numbers = {"BitsAllocated": 16, "BitsStored": 16, "HighBit": 15, "PixelRepresentation": 0, "SamplesPerPixel": 1}
+    plane = {"PixelSpacing": [1.25, 0.75], "ImageOrientationPatient": [1, 0, 0, 0, 1, 0], "Rows": volume.shape[1]}
+    values = {"PhotometricInterpretation": "MONOCHROME2", "RescaleSlope": 1, "RescaleIntercept": -1024}
+    shared = {**uids, **numbers, **plane, **values, "Columns": volume.shape[0]}
     for z in range(volume.shape[2]):
-        data = pydicom.Dataset()
-        data.file_meta = pydicom.dataset.FileMetaDataset()
-        data.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
-        data.file_meta.MediaStorageSOPClassUID = data.SOPClassUID = "1.2.840.10008.5.1.4.1.1.2"
-        data.file_meta.MediaStorageSOPInstanceUID = data.SOPInstanceUID = pydicom.uid.generate_uid()
-        data.SeriesInstanceUID, data.InstanceNumber, data.Modality = series, z + 1, "CT"
-        data.StudyInstanceUID, data.FrameOfReferenceUID = study, frame
-        data.ImagePositionPatient, data.PixelSpacing = [-30.0, -20.0, 100.0 + gap * z], [1.25, 0.75]
-        data.ImageOrientationPatient = [1, 0, 0, 0, 1, 0]
-        data.Columns, data.Rows = volume.shape[:2]
-        data.BitsAllocated = data.BitsStored = 16
-        data.HighBit, data.PixelRepresentation, data.SamplesPerPixel = 15, 0, 1
-        data.PhotometricInterpretation = "MONOCHROME2"
-        data.RescaleSlope, data.RescaleIntercept = 1, -1024
-        data.PixelData = (volume[:, :, z].T + 1024).astype(np.uint16).tobytes()
-        for tag, value in tags.items():
-            setattr(data, tag, value)
-        data.save_as(folder / f"{before + (z * 7) % 11:02d}.dcm", enforce_file_format=True)
+        place = {"InstanceNumber": z + 1, "ImagePositionPatient": [-30.0, -20.0, 100.0 + gap * z]}
+        voxels = {"PixelData": (volume[:, :, z].T + 1024).astype(np.uint16).tobytes()}
+        write_object(folder / f"{before + (z * 7) % 11:02d}.dcm", "CT", **{**shared, **place, **voxels, **tags})
     return folder
 
 
 def write_object(file: Path, kind: str, **tags: Any) -> Path:
-    """A DICOM object without an image: RTSTRUCT, SEG or SR."""
-    data, uids = pydicom.Dataset(), {"RTSTRUCT": "481.3", "SEG": "66.4", "SR": "88.11"}
+    """A DICOM object: a slice (CT) or what is none, RTSTRUCT, SEG, SR or a picture (OT)."""
+    data, uids = pydicom.Dataset(), {"CT": "2", "RTSTRUCT": "481.3", "SEG": "66.4", "SR": "88.11", "OT": "7"}
     data.file_meta = pydicom.dataset.FileMetaDataset()
     data.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
     data.SOPClassUID = data.file_meta.MediaStorageSOPClassUID = f"1.2.840.10008.5.1.4.1.1.{uids[kind]}"
@@ -178,6 +158,10 @@ def write_object(file: Path, kind: str, **tags: Any) -> Path:
 
 
 HU = np.random.default_rng(0).integers(-1000, 1500, SHAPE)
+
+
+def names_of(cases: Iterable[Case]) -> list[str]:
+    return [case.name for case in cases]
 
 
 def read_all(cases: Iterable[Case], classes: int, channels: int | None = None) -> None:

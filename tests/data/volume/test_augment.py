@@ -11,19 +11,7 @@ from scipy.stats import binom
 from torch import Tensor
 
 from ndlightnet.data.volume import augment as module
-from ndlightnet.data.volume.augment import (
-    PER_CHANNEL,
-    PROBABILITIES,
-    Augment,
-    around_one,
-    blur,
-    contrast,
-    gamma,
-    low_resolution,
-    rotations,
-    sample,
-    sampling_grid,
-)
+from ndlightnet.data.volume.augment import PER_CHANNEL, PROBABILITIES, Augment, rotations, sample, sampling_grid
 
 from .files import refuses
 
@@ -90,9 +78,8 @@ def test_resampling_is_scipys(space: tuple[int, ...]) -> None:
         ours = sample(volume, grid, mode)[n, 0]
         centre = (np.array(space) - 1) / 2
         start = centre + offset[n, :, 0].numpy() - matrix[n].numpy() @ centre
-        truth = ndimage.affine_transform(
-            volume[n, 0].double().numpy(), matrix[n].numpy(), start, order=order, mode="reflect"
-        )
+        voxels = volume[n, 0].double().numpy()
+        truth = ndimage.affine_transform(voxels, matrix[n].numpy(), start, order=order, mode="reflect")
         wrong = ~np.isclose(ours.numpy(), truth, atol=1e-4)
         # a point halfway between two cells may go to either of them
         assert wrong.mean() <= (0 if order else 0.01), (mode, wrong.sum())
@@ -190,7 +177,7 @@ def test_mirrors_are_flips_of_image_and_label() -> None:
 @pytest.mark.parametrize("space", SPACES)
 def test_blur_is_scipys(space: tuple[int, ...]) -> None:
     x, sigmas = random(3, *space), [0.5 + 0.5 * torch.rand(3) for _ in space]
-    ours = blur(x, *(s.view(-1, *(1,) * len(space)) for s in sigmas))
+    ours = module.blur(x, *(s.view(-1, *(1,) * len(space)) for s in sigmas))
     for n in range(3):
         truth = x[n].double().numpy()
         for axis, sigma in enumerate(sigmas):
@@ -200,13 +187,13 @@ def test_blur_is_scipys(space: tuple[int, ...]) -> None:
 
 def test_low_resolution_keeps_cells_and_axes() -> None:
     x = torch.arange(8.0)[:, None].repeat(1, 3)
-    half = low_resolution(x, 0.5, (0,))
+    half = module.low_resolution(x, 0.5, (0,))
     # nearest-exact keeps cells 1, 3, 5, 7, at places 0.5, 2.5, 4.5, 6.5 of the way back
     expected = np.interp(np.arange(8), [0.5, 2.5, 4.5, 6.5], [1, 3, 5, 7])
     np.testing.assert_allclose(half, np.repeat(expected[:, None], 3, 1), atol=1e-6)
-    assert torch.equal(low_resolution(x, 1.0, (0, 1)), x)
+    assert torch.equal(module.low_resolution(x, 1.0, (0, 1)), x)
     uneven = torch.arange(12.0).view(1, 3, 4).repeat(6, 1, 1)
-    assert torch.equal(low_resolution(uneven, 0.5, (0,)), uneven)
+    assert torch.equal(module.low_resolution(uneven, 0.5, (0,)), uneven)
 
 
 def test_contrast_and_gamma_keep_what_they_say() -> None:
@@ -217,11 +204,11 @@ def test_contrast_and_gamma_keep_what_they_say() -> None:
     # rounding of the values, and of what is made of their differences
     scale = 4 * 2.0**-23 * np.abs(a).max(space, keepdims=True) + (high - low) * 1e-5
     truth = np.clip((a - mean) * factor.numpy() + mean, low, high)
-    assert (np.abs(contrast(x, factor).numpy() - truth) <= scale).all()
+    assert (np.abs(module.contrast(x, factor).numpy() - truth) <= scale).all()
     power = ((a - low) / (high - low)) ** factor.double().numpy()
     truth = (power - power.mean(space, keepdims=True)) / power.std(space, keepdims=True)
     truth = truth * a.std(space, keepdims=True) + mean
-    assert (np.abs(gamma(x, factor).numpy() - truth) <= scale).all()
+    assert (np.abs(module.gamma(x, factor).numpy() - truth) <= scale).all()
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -1e6, 1e6])
@@ -234,7 +221,7 @@ def test_constant_images_stay_finite(value: float, space: tuple[int, ...], monke
 
 
 def test_draws_around_one_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = around_one(torch.linspace(0, 1, 5), 0.7, 1.5)
+    numbers = module.around_one(torch.linspace(0, 1, 5), 0.7, 1.5)
     torch.testing.assert_close(numbers, torch.tensor([0.7, 0.85, 1.0, 1.25, 1.5]))
     only(monkeypatch, noise=1.0)
     image = torch.zeros(40, 1, 20, 20, 20)

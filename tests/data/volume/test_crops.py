@@ -2,19 +2,15 @@
 
 from collections import Counter
 
-import nibabel
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.sampling import SeededSampler
-from ndlightnet.data.volume.cache import cached_volumes
 from ndlightnet.data.volume.crops import Crops
-from ndlightnet.data.volume.file_grid import Case
-from ndlightnet.data.volume.transforms import Intensity, Prepare
 
-from .files import refuses, write
+from ..refusals import refuses
 
 PATCH = (5, 4, 6)
 SHAPES = [(9, 7, 11), (5, 12, 6), (8, 8, 8), (20, 4, 9), (6, 6, 6)]
@@ -140,31 +136,6 @@ def test_a_crop_does_not_hold_its_volume():
     assert image.untyped_storage().nbytes() == image.nbytes
     image.fill_(0), label.fill_(9)
     place_of(crops()[0])  # the volumes are as they were
-
-
-def test_a_patch_that_is_larger_than_a_volume(tmp_path):
-    """Volumes are padded with zeros to it, and the class is still found."""
-    label = np.zeros((4, 3, 9), np.uint8)
-    label[3, 2, 8] = 1
-    image = np.full(label.shape, 30, np.float32)
-    files = write(tmp_path / "i.nii", image, np.eye(4)), write(tmp_path / "l.nii", label, np.eye(4))
-    case, scale = Case("x", files[:1], files[1]), Intensity(0, 100, 10, 10)
-    for folder in (None, str(tmp_path / "cache")):
-        cases = cached_volumes([case], Prepare([scale]), 2, PATCH, 1, folder)
-        image, label, _ = Crops(cases, PATCH, 1, 1.0, 0)[0]
-        assert image.shape == (1, *PATCH) and type(image) is torch.Tensor
-        assert image.sum() == 2 * (4 * 3 * 6) and label.sum() == 1  # 6 of the 9 along the last axis
-        assert (image[label == 1] == 2).all()
-
-
-def test_a_cache_knows_the_second_file_of_a_pair(tmp_path):
-    nibabel.save(nibabel.Nifti1Pair(np.full(PATCH, 1, np.int16), np.eye(4)), tmp_path / "i.hdr")
-    label = write(tmp_path / "l.nii", np.ones(PATCH, np.uint8), np.eye(4))
-    case, scale = Case("x", (tmp_path / "i.hdr",), label), Intensity(0, 100, 0, 1)
-    for value in (1, 7):
-        (tmp_path / "i.img").write_bytes(np.full(PATCH, value, np.int16).tobytes())
-        (held,) = cached_volumes([case], Prepare([scale]), 2, None, 1, tmp_path / "cache")
-        assert (held["image"] == value).all()
 
 
 @pytest.mark.parametrize("foreground", [-0.1, 33, float("nan")])

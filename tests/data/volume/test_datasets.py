@@ -9,17 +9,13 @@ from ndlightnet.data.volume.datasets import find_inputs, read_dataset
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
-from .files import HU, SHAPE, random_image, random_label, read_all, refuses, write, write_series
+from .files import HU, SHAPE, names_of, random_image, random_label, read_all, refuses, write, write_series
 
 
 def relist(folder, listing):
     data = listing if isinstance(listing, bytes) else json.dumps(listing).encode()
     (folder / "dataset.json").write_bytes(data)
     return folder
-
-
-def names_of(cases):
-    return [case.name for case in cases]
 
 
 # ------------------------------------------------------------------------------------- decathlon
@@ -107,18 +103,16 @@ def test_a_decathlon_is_refused_in_a_line(decathlon, listing, place, words):
 
 def test_folders_without_a_listing(tmp_path):
     refuses(lambda: read_dataset(tmp_path / "gone"), tmp_path / "gone", "no such folder")
-    refuses(
-        lambda: read_dataset(tmp_path), tmp_path / FILE, "no such file, expected a folder in the layout of nnU-Net or"
-    )
+    words = "no such file, expected a folder in the layout of nnU-Net or"
+    refuses(lambda: read_dataset(tmp_path), tmp_path / FILE, words)
 
 
 def test_one_file_holds_all_modalities_on_its_fourth_axis(tmp_path):
     voxels = random_image((*SHAPE, 4))
     file = write(tmp_path / "brain.nii.gz", voxels)
     modality = {"0": "FLAIR", "1": "T1w", "2": "T1gd", "3": "T2w"}
-    dataset = read_dataset(
-        relist(tmp_path, {**DECATHLON, "modality": modality, "training": [], "test": ["brain.nii.gz"]})
-    )
+    listing = {**DECATHLON, "modality": modality, "training": [], "test": ["brain.nii.gz"]}
+    dataset = read_dataset(relist(tmp_path, listing))
     assert dataset.channels == ("FLAIR", "T1w", "T1gd", "T2w")
     np.testing.assert_array_equal(Volume.read(dataset.test[0], 1, 4).image, np.moveaxis(voxels, -1, 0))
     refuses(lambda: read_all(dataset.test, 1, 3), file, "4 channels, expected 3")
@@ -205,35 +199,33 @@ def test_nnunet_endings_in_capital_letters(nnunet):
 
 
 @pytest.mark.parametrize(
-    "changes, removed, place, words",
+    "changes, place, words",
     [
-        ({"labels": ["background"]}, "", FILE, "should map names to numbers"),
-        ({"labels": {}}, "", FILE, "should map names to numbers"),
-        ({"labels": {"background": 0, "core": 2, "all": [1, 2]}}, "", FILE, r"the region 'all': \[1, 2\]; one number"),
-        ({"labels": {"background": 0, "ignore": 1}}, "", FILE, "'ignore'"),
-        *[
-            ({"labels": {"background": first, "liver": second}}, "", FILE, GAPS)
-            for first, second in ((0, 2), (1, 2), (0, 1.0), (0, True), (0, "1"), (0, 0), (0, None))
-        ],
-        ({"channel_names": ["CT", "PET"]}, "", FILE, "should map numbers"),
-        ({"channel_names": {"0": "CT", "2": "PET"}}, "", FILE, GAPS),
-        ({"file_ending": ".gif"}, "", FILE, r"'\.gif', expected one of \.nii\.gz"),
-        ({"file_ending": None}, "", FILE, "None, expected one of"),
-        ({"file_ending": ".mha"}, "", FILE, "no case"),
-        ({"channel_names": THREE}, "", "imagesTr/p_01_0002.nii.gz", "no such file"),
-        ({"channel_names": {"0": "CT"}}, "", "imagesTr/p_01_0001.nii.gz", r"is channel 1, expected 0\.\.0"),
-        ({}, "imagesTs/a_0000.nii.gz", "imagesTs/a_0000.nii.gz", "no such file"),
-        ({}, "labelsTr/p_02.nii.gz", "labelsTr/p_02.nii.gz", "no such file"),
+        ({"labels": ["background"]}, FILE, "should map names to numbers"),
+        ({"labels": {}}, FILE, "should map names to numbers"),
+        ({"labels": {"background": 0, "core": 2, "all": [1, 2]}}, FILE, r"the region 'all': \[1, 2\]; one number"),
+        ({"labels": {"background": 0, "ignore": 1}}, FILE, "'ignore'"),
+        *[({"labels": {"background": 0, "liver": second}}, FILE, GAPS) for second in (2, 1.0, True, "1", 0, None)],
+        ({"labels": {"background": 1, "liver": 2}}, FILE, GAPS),
+        ({"channel_names": ["CT", "PET"]}, FILE, "should map numbers"),
+        ({"channel_names": {"0": "CT", "2": "PET"}}, FILE, GAPS),
+        ({"file_ending": ".gif"}, FILE, r"'\.gif', expected one of \.nii\.gz"),
+        ({"file_ending": None}, FILE, "None, expected one of"),
+        ({"file_ending": ".mha"}, FILE, "no case"),
+        ({"channel_names": THREE}, "imagesTr/p_01_0002.nii.gz", "no such file"),
+        ({"channel_names": {"0": "CT"}}, "imagesTr/p_01_0001.nii.gz", r"is channel 1, expected 0\.\.0"),
     ],
 )
-def test_an_nnunet_folder_is_refused_in_a_line(nnunet, changes, removed, place, words):
+def test_an_nnunet_folder_is_refused_in_a_line(nnunet, changes, place, words):
     relist(nnunet, {**NNUNET, **changes})
-    if removed:
-        (nnunet / removed).unlink()
     refuses(lambda: read_dataset(nnunet), nnunet / place, words)
 
 
-def test_a_name_without_a_channel(nnunet):
+def test_files_of_nnunet_that_lack_or_have_no_channel(nnunet):
+    for name in ("imagesTs/a_0000.nii.gz", "labelsTr/p_02.nii.gz"):
+        moved = (nnunet / name).rename(nnunet / "moved")
+        refuses(lambda: read_dataset(nnunet), nnunet / name, "no such file")
+        moved.rename(nnunet / name)
     odd = write(nnunet / "imagesTr" / "p_03.nii.gz", random_image())
     refuses(lambda: read_dataset(nnunet), odd, "should be called CASE_0000")
 
@@ -244,14 +236,21 @@ def test_a_name_without_a_channel(nnunet):
 def test_a_folder_of_all_kinds(tmp_path):
     write(tmp_path / "z.nii", random_image())
     write_series(tmp_path / "s1", HU)
-    (tmp_path / "broken.nii.gz").write_bytes(b"")
-    (tmp_path / "._z.nii.gz").write_bytes(b"mac")
-    (tmp_path / "notes.txt").write_text("x")
-    (tmp_path / "empty").mkdir()
-    broken, *sound = find_inputs(tmp_path)
-    assert names_of([broken, *sound]) == ["broken", "s1", "z"] and all(case.label is None for case in sound)
+    for name in ("broken.nii.gz", "._z.nii.gz", "notes.txt", "DICOMDIR", "picture.png", "a.mhd", "a.raw"):
+        (tmp_path / name).touch()
+    (tmp_path / "dangling.nii.gz").symlink_to("/nowhere")
+    for name in ("empty", "folder.nii.gz"):
+        (tmp_path / name).mkdir()
+    header, broken, *sound = find_inputs(tmp_path, 1, notes := [])
+    assert names_of([header, broken, *sound]) == ["a", "broken", "s1", "z"]
+    assert notes == [
+        f"{tmp_path}: 5 entries are left out: dangling.nii.gz, empty, folder.nii.gz, ... "
+        "(expected .nii.gz, .nii, .hdr.gz, .hdr, .nrrd, .mha, .mhd or a DICOM series)"
+    ]
     refuses(lambda: Volume.read(broken), tmp_path / "broken.nii.gz", "cannot be read")
     read_all(sound, 1, 1)
+    for case in sound:
+        assert case.label is None and find_inputs(case.images[0], 1, notes := []) == [case] and notes == []
 
 
 def test_numbered_files_are_the_channels_of_a_case(tmp_path):

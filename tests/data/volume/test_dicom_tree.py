@@ -12,11 +12,7 @@ from ndlightnet.data.volume.datasets import find_inputs
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
-from .files import HU, edit, random_label, real, refuses, write, write_object, write_series
-
-
-def names_of(cases):
-    return [case.name for case in cases]
+from .files import HU, edit, names_of, random_label, real, refuses, write, write_object, write_series
 
 
 def holds(case, voxels, *notes):
@@ -25,7 +21,7 @@ def holds(case, voxels, *notes):
     assert volume.notes == notes
 
 
-def export(root, ending=""):
+def export(root, ending):
     """Two patients, three series of one study of the first, other objects beside; what each case should hold."""
     study = root / "P1" / "ST1"
     for number, (kind, volume) in enumerate([("CT", HU), ("CT", HU[::-1]), ("MR", HU[:, ::-1])], 1):
@@ -44,7 +40,7 @@ def export(root, ending=""):
 
 
 @pytest.mark.parametrize("ending", ["", ".dcm"])
-def test_series_at_any_depth(tmp_path, ending):
+def test_series_at_any_depth_all_and_of_a_modality(tmp_path, ending):
     expected = export(tmp_path, ending)
     cases = find_inputs(tmp_path, notes=(notes := []))
     assert names_of(cases) == list(expected)
@@ -52,10 +48,6 @@ def test_series_at_any_depth(tmp_path, ending):
         holds(case, expected[case.name])
     kinds = "1 RTSTRUCT, 1 SEG, 1 SR, 2 localizer"
     assert notes == [f"{tmp_path}: DICOM objects are left out: {kinds} (expected series of images)"]
-
-
-def test_a_choice_by_modality(tmp_path):
-    export(tmp_path)
     assert names_of(find_inputs(tmp_path, 1, notes := [], "mr")) == ["P-1_MR_3"]
     assert "3 CT series" in notes[0] and "(expected series of MR images)" in notes[0]
     refuses(lambda: find_inputs(tmp_path, modality="PT"), tmp_path, "3 CT series, 1 MR series")
@@ -157,11 +149,7 @@ def test_scouts_in_several_planes_and_pictures_are_no_volumes(tmp_path):
     for turn in ([1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 1]):
         tags = {"ImageOrientationPatient": turn, "SeriesInstanceUID": "1.2.3"}
         write_series(root / "S", HU[..., :2], SeriesDescription="3-plane Localizer", **tags)
-    (file,) = write_series(root / "T", HU[..., :1], Modality="OT").iterdir()
-    data = pydicom.dcmread(file)
-    data.file_meta.MediaStorageSOPClassUID = "1.2.840.10008.5.1.4.1.1.7"
-    del data.ImagePositionPatient
-    data.save_as(file)
+    write_object(root / "T" / "picture", "OT")
     write_series(root / "U", HU, PatientID="P")
     assert names_of(find_inputs(tmp_path / "in", notes=(notes := []))) == ["P_CT"]
     assert "1 OT, 4 localizer" in notes[0]

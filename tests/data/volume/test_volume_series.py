@@ -118,7 +118,7 @@ def test_files_that_do_not_fit_together_are_refused(moving, tmp_path):
         ((five,), None, True, None, five, "or 4 with channels or frames.*shape"),
         ((first, second), None, True, 1, first, "has 2 channels, expected 1"),
         ((first,), beside, True, None, beside, "another affine"),
-        # without time the fourth axis holds channels, as ever
+        # without time the fourth axis holds channels
         ((first,), None, False, 1, first, "has 3 channels"),
         ((first,), few, False, None, few, "should have 3 axes"),
     ):
@@ -145,8 +145,7 @@ def test_a_header_without_a_step_is_noted(step, tmp_path):
     """The frames are there; labels are written with the header as it is."""
     path = series(tmp_path / "a.nii.gz", random_image((*SHAPE, T)), step)
     volume = load(path, over_time=True)
-    assert volume.grid.time_step is None
-    assert [*volume.notes] == [f"{path}: its header tells no time step in seconds"]
+    assert volume.grid.time_step is None and volume.notes == (f"{path}: its header tells no time step in seconds",)
     volume.save_labels(np.zeros((*SHAPE, T), np.uint8), tmp_path / "out.nii.gz")
     source, written = (nibabel.load(p).header for p in (path, tmp_path / "out.nii.gz"))
     np.testing.assert_array_equal(written["pixdim"][4], source["pixdim"][4])
@@ -197,7 +196,8 @@ def test_crops_of_series(moving):
     assert frames.tolist() == [False, True, True, True, False]
     for number in range(5):
         image, label, _ = Crops([data], (T, 5, 4, 6), 1, 1.0, 0)[number]
-        assert image.shape == (2, T, 5, 4, 6) and label.shape == (1, T, 5, 4, 6) and label.any()
+        assert type(image) is torch.Tensor and image.shape == (2, T, 5, 4, 6)
+        assert label.shape == (1, T, 5, 4, 6) and label.any()
 
 
 def test_a_cache_tells_series_from_channels(moving, tmp_path):

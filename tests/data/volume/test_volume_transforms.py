@@ -17,7 +17,7 @@ from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 
-from .files import AFFINE, SHAPE, random_image, random_label, refuses, write
+from .files import AFFINE, SHAPE, load, random_image, random_label, refuses, write
 
 CT = Intensity(-100, 300, 50, 80)
 ORIENTATIONS = list(product(permutations(range(3)), product((1, -1), repeat=3)))
@@ -26,8 +26,7 @@ ORIENTATIONS = list(product(permutations(range(3)), product((1, -1), repeat=3)))
 
 
 def test_numbers_scale_in_place():
-    x = torch.tensor([-3000.0, -100, 50, 130, 300, 9000]).reshape(1, 2, 3)
-    CT.scale_(x)
+    CT.scale_(x := torch.tensor([-3000.0, -100, 50, 130, 300, 9000]).reshape(1, 2, 3))
     assert torch.equal(x.flatten(), torch.tensor([-1.875, -1.875, 0, 1, 3.125, 3.125]))
 
 
@@ -48,8 +47,7 @@ def test_without_numbers_a_volume_is_scaled_by_itself(factor):
 @pytest.mark.parametrize("value", [0.0, 7.0, 1000.1])
 def test_a_constant_volume_becomes_zero(value):
     """Not rounding noise over a deviation of nothing."""
-    x = torch.full((30, 31, 32), value)
-    Intensity().scale_(x)
+    Intensity().scale_(x := torch.full((30, 31, 32), value))
     assert not x.any()
 
 
@@ -109,7 +107,7 @@ def test_labels_come_back_to_the_voxels_of_the_file(tmp_path, order, signs, spac
     lies at the same place in the world."""
     affine = turned(order, signs)
     file = write(tmp_path / "i.nii", random_image(), affine)
-    volume = Volume.read(Case("x", (file,), None))
+    volume = load(file)
     image = Prepare([CT], spacing)(volume)["image"]
     onto = volume.onto(image)
     assert (onto is None) == (spacing is None)
@@ -183,10 +181,9 @@ def test_a_spacing_that_is_not_meant(tmp_path, case):
 
 def test_channels_by_number_with_their_own_scale(tmp_path):
     voxels = random_image((*SHAPE, 3))
-    file = write(tmp_path / "i.nii", voxels, np.eye(4))
+    volume = load(write(tmp_path / "i.nii", voxels, np.eye(4)))
     scales = [Intensity(-1e4, 1e4, 0, 10.0**n) for n in range(3)]
     for channels in (None, [2], [2, 0]):
-        volume = Volume.read(Case("x", (file,), None))
         prepared = Prepare(scales, None, channels)(volume)
         for channel, n in zip(prepared["image"], channels or range(3), strict=True):
             np.testing.assert_allclose(channel.numpy(), voxels[..., n] / 10**n, rtol=1e-6)
@@ -195,23 +192,19 @@ def test_channels_by_number_with_their_own_scale(tmp_path):
 
 
 @pytest.mark.parametrize("affine", [AFFINE, np.eye(4)])
-def test_prepare_leaves_the_volume_as_it_was_read(case, affine):
-    """It is drawn and written onto later; a volume in RAS order already needs no turn."""
-    file = write(case.images[0].with_name("r.nii"), random_image(), affine)
-    label = write(file.with_name("l.nii"), random_label(), affine)
-    volume = Volume.read(Case("x", (file,), label))
+@pytest.mark.parametrize("largest, dtype", [(2, torch.uint8), (300, torch.int16)])
+def test_prepare_leaves_the_volume_as_it_was_read(case, affine, largest, dtype):
+    """It is drawn and written onto later; a volume in RAS order already needs no turn. Many labels are int16."""
+    labels = random_label().astype(np.int16)
+    labels[1, 2, 3] = largest
+    write(case.images[0], random_image(), affine)
+    write(case.label, labels, affine)
+    volume = Volume.read(case)
     prepared = Prepare([CT])(volume)
-    assert set(prepared) == {"name", "image", "label"} and prepared["label"].dtype == torch.uint8
+    assert set(prepared) == {"name", "image", "label"} and prepared["label"].dtype == dtype
     assert not torch.equal(prepared["image"].as_tensor(), volume.image.as_tensor())
     np.testing.assert_array_equal(volume.image[0].numpy(), random_image())
-    np.testing.assert_array_equal(volume.label[0].numpy(), random_label())
-
-
-def test_many_labels_are_int16(tmp_path, case):
-    labels = random_label().astype(np.int16)
-    labels[1, 2, 3] = 300
-    many = Case("x", case.images, write(tmp_path / "l.nii", labels))
-    assert Prepare([CT])(Volume.read(many))["label"].dtype == torch.int16
+    np.testing.assert_array_equal(volume.label[0].numpy(), labels)
 
 
 # ------------------------------------------------------------------------------------- dataset
@@ -288,6 +281,11 @@ def test_what_the_cache_depends_on(cases, tmp_path):
     newest = max(cache.glob("c1.*.pt"), key=lambda file: file.stat().st_mtime_ns)
     (again,) = cached_volumes(cases[1:2], prepare, 4, folder=str(cache)).held
     assert again == newest and torch.load(newest, weights_only=True)["label"].max() == 2
+    nibabel.save(nibabel.Nifti1Pair(random_image(), AFFINE), tmp_path / "pair.hdr")
+    pair = [Case("pair", (tmp_path / "pair.hdr",), write(tmp_path / "l.nii", random_label()))]
+    assert fresh(pair, prepare, 4) == 1
+    (tmp_path / "pair.img").write_bytes(bytes(4 * np.prod(SHAPE)))
+    assert fresh(pair, prepare, 4) == 1  # its second file is another one
 
 
 def test_a_cached_file_that_is_broken(cases, tmp_path):
