@@ -194,20 +194,20 @@ def test_monai_runs_it_from_anywhere(channels, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["torchscript", pytest.param("onnx", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("to", ["ts", pytest.param("onnx", marks=pytest.mark.exhaustive)])
 def test_monai_exports_it(to, channels, tmp_path):
     """TorchScript from a trace: MONAI scripts no class of ours."""
-    root, path, shape = exported(channels, tmp_path), tmp_path / "model", [1, 2, 13, 11, 9]
+    root, path, shape = exported(channels, tmp_path), tmp_path / f"model.{to}", [1, 2, 13, 11, 9]
     files = {"ckpt_file": root / "models" / "model.pt", "config_file": root / "configs" / "inference.json"}
     given = {name: str(file) for name, file in {**files, "bundle_root": root, "filepath": path}.items()}
-    write = {"torchscript": ckpt_export, "onnx": onnx_export}[to]
+    write = {"ts": ckpt_export, "onnx": onnx_export}[to]
     write(net_id="network_def", use_trace=True, input_shape=shape, **given)
     net = parser_of(root).get_parsed_content("network_def").eval()
     net.load_state_dict(torch.load(files["ckpt_file"], weights_only=True))
     x = torch.rand(shape)
     with torch.no_grad():
         expected = net(x)
-    if to == "torchscript":
+    if to == "ts":
         traced, meta, _ = load_net_with_metadata(str(path))
         y = traced(x)
         assert meta["network_data_format"]["outputs"]["pred"]["num_channels"] == 2 == y.shape[1]
