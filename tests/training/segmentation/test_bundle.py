@@ -220,9 +220,13 @@ def test_monai_exports_it(to, channels, tmp_path):
 
 @pytest.mark.parametrize("config", ["resampled", "channels"])
 def test_monai_knows_what_is_in_it(config, request, tmp_path):
-    """What it asks of a bundle, the network's shapes, and the keys of the specification."""
-    root = exported(request.getfixturevalue(config), tmp_path)
+    """What it asks of a bundle, the network's shapes, the keys of the specification, and the weights."""
+    path = request.getfixturevalue(config)
+    root = exported(path, tmp_path)
     parser = parser_of(root)
+    saved = torch.load(path.parent / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    weights = torch.load(root / "models" / "model.pt", weights_only=True)
+    assert weights and all(torch.equal(w, saved[f"net.{name}"]) for name, w in weights.items())
     required = [one for one in {**InferProperties, **MetaProperties}.values() if one["required"]]
     assert required and [one["id"] for one in required if one["id"] not in parser] == []
     metadata, inference = (str(root / "configs" / f"{name}.json") for name in ("metadata", "inference"))
