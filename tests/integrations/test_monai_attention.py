@@ -1,13 +1,16 @@
 """LightNet attention in MONAI's networks; other mixers are the door `monai` of tests/doors."""
 
 import copy
+import inspect
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 pytest.importorskip("monai")
 
+import monai
 from monai.networks.blocks import CrossAttentionBlock as MonaiCross
 from monai.networks.blocks import SABlock as MonaiSABlock
 from monai.networks.blocks import TransformerBlock
@@ -52,7 +55,7 @@ def test_unetr_is_the_composition_of_its_parts(close):
 
 
 def test_whole_swin_blocks(close):
-    """What they compute is the door `monai` of tests/doors."""
+    """Both of a pair: the second one's windows were shifted."""
     net = swin()
     with pytest.raises(ValueError, match=r"found nothing to replace.*not selected by where"):
         replace_attention(net, where="*.attn")  # windows alone
@@ -62,6 +65,10 @@ def test_whole_swin_blocks(close):
     assert report.replaced["swinViT.layers1.0.blocks.1"].endswith("whole grid, without windows")
     for now, before in zip(net.swinViT.layers1[0].blocks, old.swinViT.layers1[0].blocks, strict=True):
         close(now.mlp.linear1.weight, before.mlp.linear1.weight, 0)  # norms and MLP stay
+        x = torch.randn(2, 9, 10, 12)
+        mixed = x + lightnet(now.attn, now.norm1(x).flatten(1, 2), (9, 10)).view_as(x)
+        close(now(x, torch.full((4, 49, 49), -100.0)), mixed + now.mlp(now.norm2(mixed)), 1e-5)
+    assert [max(block.shift_size) for block in old.swinViT.layers1[0].blocks] == [0, 3]
     net(torch.randn(1, 1, 64, 96)).sum().backward()
     for name, parameter in net.swinViT.layers1.named_parameters():
         assert parameter.grad is not None, name
@@ -101,7 +108,7 @@ def test_monais_own_constructor_and_call(close):
     close(y[1, :4], layer(x[1:, :4])[0], 1e-5)
     close(layer(x, attn_mask=PADDED.float()), y, 0)
     close(y, lightnet(layer.tokens.mixer, x, mask=PADDED), 1e-5)
-    causal = SABlock(24, 3, causal=True, sequence_length=9)
+    causal = SABlock(24, 3, causal=True)
     close(causal(x)[:, :4], causal(x[:, :4]), 1e-5)
     cross, source = CrossAttentionBlock(24, 3, context_input_size=10), torch.randn(2, 5, 10)
     order = torch.randperm(5)
@@ -121,6 +128,18 @@ def test_monais_own_constructor_and_call(close):
             replace_attention(net)
     with pytest.raises(ValueError, match="causal=True, and a source is read as a whole"):
         CrossAttentionBlock(24, 3, causal=True, sequence_length=9)
+
+
+@pytest.mark.parametrize("ours, theirs", [(SABlock, MonaiSABlock), (CrossAttentionBlock, MonaiCross)])
+def test_monais_arguments(ours, theirs):
+    """In their order; a newer MONAI may have more."""
+    known = Version(monai.__version__) <= Version("1.6.1")
+    names, expected = ([*inspect.signature(layer).parameters] for layer in (ours, theirs))
+    assert [n for n in names if n in expected] == [n for n in expected if known or n in names]
+    with pytest.raises(ValueError, match=r"heads=5: expected a divisor of dim=12$"):
+        ours(12, 5)
+    with pytest.raises(ValueError, match=r"between 0 and 1, but got 2\.0$"):
+        ours(12, 3, dropout_rate=2.0)
 
 
 def test_start_from_weights_and_cross_attention(close):

@@ -1,10 +1,12 @@
 """LightNet attention and mixers in timm's vision transformers."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
 import torch
+from packaging.version import Version
 
 timm = pytest.importorskip("timm")
 
@@ -135,6 +137,15 @@ def test_timms_own_constructor_and_call(close):
         Attention(24, 3, attn_head_dim=16)
     double = Attention(24, 3, proj_drop=1.0, dtype=torch.float64)
     assert (double(x.double()) == 0).all()
+
+
+def test_timms_arguments():
+    """In their order; a newer timm may have more."""
+    known = Version(timm.__version__) <= Version("1.0.31")
+    names, expected = ([*inspect.signature(layer).parameters] for layer in (Attention, TimmAttention))
+    assert [n for n in names if n in expected] == [n for n in expected if known or n in names]
+    with pytest.raises(ValueError, match=r"heads=5: expected a divisor of dim=12$"):
+        Attention(12, 5)
 
 
 def test_what_is_left_out_is_said_and_what_cannot_be_is_refused():

@@ -189,6 +189,12 @@ def test_larger(grid, dim, states, ways, dtype, masked):
     check(problem(grid, dim, states, ways, dtype, masked, batch=2), residual=True)
 
 
+@pytest.mark.parametrize("batch, wide", [(2**17 - 1, False), (2**17, True)])
+def test_addresses_of_two_to_the_31_numbers_have_64_bits(batch, wide):
+    x = torch.empty(batch, 128, 128, dtype=BRAIN, device="meta")
+    assert kernels._launch(x, 1, 8, 8, (8, 4, 1, 1))[2]["LONG"] == wide
+
+
 @pytest.mark.gpu
 def test_the_end_of_more_than_two_to_the_31_numbers():
     """Only the last lines hold numbers: their results, and the gradients of weights, are those of these

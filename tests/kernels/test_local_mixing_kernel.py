@@ -75,13 +75,13 @@ def test_a_program_walks_through_boxes(grid, form):
 
 
 def test_taps_of_a_box_take_one_pass():
-    """27 taps: the kernel of the weights' gradient also returns dx; 81 taps: three passes."""
+    """27 taps: the kernel of the weights' gradient also returns dx; 81 taps: three passes, and dx from that of u."""
     for grid, one in (((2, 3, 5), True), ((1, 2, 2, 3), False)):
         x, weight, offsets, layout = case(dense, 1, grid, torch.float32, 4)
         at = _triton.where(layout, offsets, x.device)
         dx, dweight = kernels.backward(x, x, weight, None, at.shape, None, at.back_box, offsets)
         assert (dx is not None) == one and dweight.shape == weight.shape
-    check(x, weight, offsets, layout)
+    check(x, weight, offsets, layout, torch.rand(x.shape[:2], device=DEVICE) > 0.3)
 
 
 def test_any_offsets():

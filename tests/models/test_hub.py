@@ -85,6 +85,13 @@ def test_arguments_may_be_given(tmp_path):
     assert "unexpected: blocks.1." in message and " and " in message
 
 
+def test_a_head_of_the_same_shape_is_kept(tmp_path):
+    """1000 classes, by default and as an argument."""
+    net = image(num_classes=None)
+    net.save_pretrained(tmp_path)
+    assert torch.equal(NDLightNet.from_pretrained(tmp_path, num_classes=1000).head.weight, net.head.weight)
+
+
 def test_other_input_channels(tmp_path):
     """By either name of the argument, as timm adapts them."""
     image(in_chans=3).eval().save_pretrained(tmp_path)

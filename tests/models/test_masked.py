@@ -82,6 +82,19 @@ def test_the_noise_of_a_still_background_counts_little():
     assert still[0].isfinite() and still[1].explained.isfinite()
 
 
+def test_it_learns_to_continue_a_pattern():
+    """Stripes of period three, whose phase a sample tells; one answer for all of its patches is off by 0.6."""
+    net, decoder, _ = networks(2, patch_size=2)
+    optimizer = torch.optim.Adam([*net.parameters(), *decoder.parameters()], 1e-2)
+    for _ in range(25):
+        line = ((torch.arange(12) + torch.randint(3, (8, 1))) % 3 == 0).float()
+        loss, _ = masked_loss(net, decoder, line[:, None, :, None].expand(8, 2, 12, 12), 1, 0.5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.3
+
+
 @pytest.mark.parametrize("options", [{"causal": True}, {"vocab_size": 9, "patch_size": None}])
 def test_networks_that_cannot_be_pre_trained(options):
     dims = 1 if "vocab_size" in options else 2

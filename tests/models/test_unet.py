@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch.autograd import grad
+from torch.func import functional_call
 
 from ndlightnet import Identity, NDLightUNet
 from ndlightnet.nn import slabs
@@ -37,6 +38,21 @@ def test_any_size_keeps_its_size_and_every_parameter_trains(dims, separable, clo
     names, parameters = zip(*model.named_parameters(), strict=True)
     for name, g in zip(names, grad(y.square().sum(), parameters), strict=True):
         assert g.isfinite().all() and g.any(), name
+
+
+@one_of_each
+def test_gradients_are_the_slope_of_the_output(dims, separable):
+    """Along a random change of all parameters, whichever way they reach the output."""
+    model, x = tiny(dims, separable).double(), torch.randn(1, 2, *SPACES[dims], dtype=torch.float64)
+    weights = dict(model.named_parameters())
+    change = {name: torch.randn_like(w) for name, w in weights.items()}
+    before, after = (
+        functional_call(model, {name: w + step * change[name] for name, w in weights.items()}, x).square().mean()
+        for step in (-1e-6, 1e-6)
+    )
+    gradients = grad(model(x).square().mean(), list(weights.values()))
+    slope = sum((g * d).sum() for g, d in zip(gradients, change.values(), strict=True))
+    torch.testing.assert_close(slope, (after - before) / 2e-6, rtol=1e-5, atol=0)
 
 
 @every_kind

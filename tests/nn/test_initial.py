@@ -141,3 +141,9 @@ def test_sharded_parameters_are_reset(mixer, tmp_path):
         assert (param.full_tensor() == 1).all()
     finally:
         dist.destroy_process_group()
+
+
+def test_slopes_of_tnl():
+    """2^(-8 h / heads), h = 1, ..., heads, which published weights expect."""
+    slopes = nn.functional.softplus(mixers.TNL(DIM, heads=4).slope)
+    torch.testing.assert_close(slopes, torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]))

@@ -1,5 +1,6 @@
 """Copies in numbers of 16 bytes are torch's."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +30,15 @@ def test_copy(dtype, first, last):
     copies.copy(x, place)
     assert torch.equal(place, x)
     copies.copy(torch.zeros(()), torch.ones(()))
+
+
+@pytest.mark.parametrize("start, wide", [(0, True), (4, False)])
+def test_addresses_of_wide_numbers_are_multiples_of_16_bytes(start, wide):
+    """A GPU refuses others, which a tensor in memory of another library may have; a CPU takes them."""
+    memory = np.zeros(272, np.uint8)
+    start += -memory.ctypes.data % 16
+    x = torch.from_numpy(memory[start : start + 256].view(np.float32))
+    assert x.storage_offset() == 0 and copies._wide(x)[0].is_complex() == wide
 
 
 @pytest.mark.parametrize("sizes", [(32, 32), (16, 48), (13, 51), (0, 64)])

@@ -149,6 +149,13 @@ def test_damaged_streams_are_refused(tmp_path: Path, syntax: str) -> None:
     refuses(lambda: read(folder), file, words)
 
 
+def test_a_file_that_ends_within_its_jpeg_2000_stream(tmp_path: Path) -> None:
+    folder = write_encoded(tmp_path / "s", ramp(8, signed=False), 8, f"{JPEG}90")
+    (file,) = folder.iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    refuses(lambda: read(folder), file, "has no PixelData, or is cut short before it")
+
+
 @pytest.mark.parametrize("syntax", ["1.2.840.10008.1.2.4.94", "1.2.840.10008.1.2.4.102", "1.2.3"])
 def test_a_syntax_without_a_decoder_is_named(tmp_path: Path, syntax: str) -> None:
     folder = write_encoded(tmp_path / "s", ramp(8, signed=False), 8, syntax, b"\0\0")

@@ -1,19 +1,24 @@
-"""Checkpoints are complete or not there at all, whatever happens while they are written."""
+"""Checkpoints are complete or not there at all, whatever happens while they are written; nothing in them is run."""
 
+import ast
 import os
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
+import ndlightnet
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import ImageTask
 from ndlightnet.training.core.checkpoints import AtomicCheckpoints, check_checkpoint
+from ndlightnet.training.core.cli import TaskCLI
 
 OPTIONS = ("--data.init_args.patch=[8,8,8]", "--model.net.init_args.out_channels=2")
 
@@ -77,3 +82,25 @@ def test_a_checkpoint_of_another_network_with_batch_norms(tmp_path):
     torch.save({"state_dict": ImageTask(nn.Linear(2, 3)).state_dict(), "names": {}}, tmp_path / "last.ckpt")
     with pytest.raises(DataError, match=r"another network: net\.weight is"):
         check_checkpoint(str(tmp_path / "last.ckpt"), ImageTask(nn.BatchNorm1d(3)), SimpleNamespace(names=dict))
+
+
+def test_nothing_is_unpickled():
+    """Where torch.load or Lightning's trainer is given a file."""
+    reads = 0
+    for file in Path(ndlightnet.__file__).parent.rglob("*.py"):
+        text = file.read_text()
+        if "torch.load(" in text or "ckpt_path=" in text:
+            for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+                options = {word.arg: ast.unparse(word.value) for word in call.keywords}
+                if ast.unparse(call.func) == "torch.load" or "ckpt_path" in options:
+                    assert options.get("weights_only") == "True", (file, call.lineno)
+                    reads += 1
+    assert reads > 5
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_no_command_lets_lightning_unpickle(command, monkeypatch):
+    monkeypatch.setattr(LightningCLI, "_prepare_subcommand_kwargs", lambda *_: {"datamodule": None})
+    cli = TaskCLI.__new__(TaskCLI)
+    cli.model = ImageTask(nn.Identity())
+    assert cli._prepare_subcommand_kwargs(command)["weights_only"] is True

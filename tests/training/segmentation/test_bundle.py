@@ -12,7 +12,7 @@ import nibabel
 import numpy as np
 import pytest
 import torch
-from monai.bundle import ConfigParser, ckpt_export, verify_net_in_out
+from monai.bundle import ConfigParser, ckpt_export, onnx_export, verify_net_in_out
 from monai.bundle.properties import InferProperties, MetaProperties
 from monai.bundle.utils import DEFAULT_METADATA
 from monai.data import load_net_with_metadata
@@ -194,28 +194,39 @@ def test_monai_runs_it_from_anywhere(channels, tmp_path):
 
 
 @pytest.mark.slow
-def test_monai_exports_it(channels, tmp_path):
+@pytest.mark.parametrize("to", ["ts", pytest.param("onnx", marks=pytest.mark.exhaustive)])
+def test_monai_exports_it(to, channels, tmp_path):
     """TorchScript from a trace: MONAI scripts no class of ours."""
-    root, path, shape = exported(channels, tmp_path), tmp_path / "model.ts", [1, 2, 13, 11, 9]
+    root, path, shape = exported(channels, tmp_path), tmp_path / f"model.{to}", [1, 2, 13, 11, 9]
     files = {"ckpt_file": root / "models" / "model.pt", "config_file": root / "configs" / "inference.json"}
     given = {name: str(file) for name, file in {**files, "bundle_root": root, "filepath": path}.items()}
-    ckpt_export(net_id="network_def", use_trace=True, input_shape=shape, **given)
-    traced, meta, _ = load_net_with_metadata(str(path))
+    write = {"ts": ckpt_export, "onnx": onnx_export}[to]
+    write(net_id="network_def", use_trace=True, input_shape=shape, **given)
     net = parser_of(root).get_parsed_content("network_def").eval()
     net.load_state_dict(torch.load(files["ckpt_file"], weights_only=True))
     x = torch.rand(shape)
     with torch.no_grad():
         expected = net(x)
-    assert meta["network_data_format"]["outputs"]["pred"]["num_channels"] == 2 == expected.shape[1]
+    if to == "ts":
+        traced, meta, _ = load_net_with_metadata(str(path))
+        y = traced(x)
+        assert meta["network_data_format"]["outputs"]["pred"]["num_channels"] == 2 == y.shape[1]
+    else:
+        session = pytest.importorskip("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        y = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
     # roundings of 6e-8 that a few hundred operations grow
-    assert (traced(x) - expected).abs().max() < 2e-5 * (1 + expected.abs().max())
+    assert (y - expected).abs().max() < 2e-5 * (1 + expected.abs().max())
 
 
 @pytest.mark.parametrize("config", ["resampled", "channels"])
 def test_monai_knows_what_is_in_it(config, request, tmp_path):
-    """What it asks of a bundle, the network's shapes, and the keys of the specification."""
-    root = exported(request.getfixturevalue(config), tmp_path)
+    """What it asks of a bundle, the network's shapes, the keys of the specification, and the weights."""
+    path = request.getfixturevalue(config)
+    root = exported(path, tmp_path)
     parser = parser_of(root)
+    saved = torch.load(path.parent / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    weights = torch.load(root / "models" / "model.pt", weights_only=True)
+    assert weights and all(torch.equal(w, saved[f"net.{name}"]) for name, w in weights.items())
     required = [one for one in {**InferProperties, **MetaProperties}.values() if one["required"]]
     assert required and [one["id"] for one in required if one["id"] not in parser] == []
     metadata, inference = (str(root / "configs" / f"{name}.json") for name in ("metadata", "inference"))

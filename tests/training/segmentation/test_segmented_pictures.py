@@ -89,6 +89,10 @@ def test_cases_are_read_as_they_lie(tmp_path):
         np.testing.assert_array_equal(np.array(image), 300 * labels[:, :, 0].T)
     with pytest.raises(ValueError, match=r"written as \.png, got x\.nii\.gz"):
         volume.save_labels(labels, tmp_path / "x.nii.gz")
+    series = np.zeros((40, 30, 1, 3), np.uint8)  # a picture has no frames
+    with pytest.raises(ValueError, match=r"labels have shape \(40, 30, 1, 3\), .*\.png has \(40, 30, 1\)$"):
+        volume.save_labels(series, tmp_path / "new" / "x.png")
+    assert not (tmp_path / "new").exists()
 
 
 def read(path: Path, image: Image.Image | np.ndarray, **options: object) -> Volume:
