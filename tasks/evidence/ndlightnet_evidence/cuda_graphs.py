@@ -34,6 +34,7 @@ class Replay:
         with torch.cuda.stream(stream):
             for _ in range(3):
                 function(*inputs)
+            torch.cuda.synchronize()
             # a loader's thread that pins memory meanwhile would end a "global" capture
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -45,6 +46,10 @@ class Replay:
     def __call__(self, *inputs: Tensor) -> Tensor:
         for fixed, x in zip(self.inputs, inputs, strict=True):
             fixed[: len(x)].copy_(x)
+        return self.again()
+
+    def again(self) -> Tensor:
+        """Call the function on the inputs of the last call."""
         if self.graph is None:
             return self.function(*self.inputs)
         self.graph.replay()

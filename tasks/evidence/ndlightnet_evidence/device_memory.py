@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-
-
-def total() -> int:
-    return torch.cuda.get_device_properties(0).total_memory
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -33,11 +28,6 @@ def peak(action: Callable[[], Any]) -> tuple[float, int]:
     torch.cuda.reset_peak_memory_stats()
     action()
     return seconds(action), torch.cuda.max_memory_allocated()
-
-
-def pinned_peak() -> float:
-    """Return the most that torch has pinned."""
-    return torch.cuda.host_memory_stats().get("allocated_bytes.peak", math.nan)
 
 
 def process_peak() -> int:

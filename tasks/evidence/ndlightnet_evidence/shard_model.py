@@ -63,46 +63,26 @@ def sent(net: Network, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dic
     }
 
 
-def step(net: Network, machine: Machine, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dict[str, Any]:
-    """Return the predicted time of a step on a grid of tokens, and what it is made of."""
-    bytes_sent = sent(net, grid, slabs, batch)
-    rows = math.ceil(grid[0] / slabs)  # the slowest slab has the most planes
-    compute = machine.token * batch * rows * math.prod(grid[1:])
+def step(net: Network, machine: Machine, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dict[str, float]:
+    """Return the predicted seconds of a step on a grid of tokens, and what they are made of."""
+    planes = math.ceil(grid[0] / slabs)  # the slowest slab has the most
+    compute = machine.token * batch * planes * math.prod(grid[1:])
     several = slabs > machine.host
     speed = machine.far if several else machine.near
     latency = machine.far_latency if several else machine.latency
     # neighbours are on one host but for two; halo and States of a layer, both ways; MD-TPE
     messages = 4 * net.depth + 4 + 1 if slabs > 1 else 0
-    exchange = sum(bytes_sent.values()) * (1 / speed + 1 / machine.around) + messages * latency
-    even = machine.token * batch * math.prod(grid) / slabs
-    return {
-        "seconds": compute + exchange,
-        "compute": compute,
-        "exchange": exchange,
-        "imbalance": compute / even,
-        "efficiency": even / (compute + exchange),
-        "bytes": sum(bytes_sent.values()),
-        **bytes_sent,
-    }
+    exchange = sum(sent(net, grid, slabs, batch).values()) * (1 / speed + 1 / machine.around) + messages * latency
+    return {"seconds": compute + exchange, "compute": compute, "exchange": exchange}
 
 
 def predictions(net: Network, machine: Machine, gpus: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return predictions for grids that grow with the GPUs (weak), and for one grid (strong)."""
+    """Return predictions for grids that grow with the GPUs."""
     runs = []
-    for what in ("weak", "strong"):
-        for slabs in gpus:
-            rows = 128 * slabs if what == "weak" else 1024
-            cost = step(net, machine, (rows, 64, 64), slabs)
-            runs.append(
-                {
-                    "what": what,
-                    "gpus": slabs,
-                    "tokens": rows * 64 * 64,
-                    "step, ms": 1e3 * cost["seconds"],
-                    "efficiency": cost["efficiency"],
-                    "imbalance": cost["imbalance"],
-                    "exchange, ms": 1e3 * cost["exchange"],
-                    **{f"{k}, MB": cost[k] / 1e6 for k in ("attention", "local mixing", "MD-TPE", "gradients")},
-                }
-            )
+    for slabs in gpus:
+        grid = (128 * slabs, 64, 64)
+        costs = step(net, machine, grid, slabs)
+        megabytes = {f"{name}, MB": number / 1e6 for name, number in sent(net, grid, slabs).items()}
+        head = {"gpus": slabs, "step, ms": 1e3 * costs["seconds"], "exchange, ms": 1e3 * costs["exchange"]}
+        runs.append({**head, "efficiency": costs["compute"] / costs["seconds"], **megabytes})
     return runs
