@@ -36,8 +36,7 @@ import yaml
 from ndlightnet.training import AveragedWeights
 from ndlightnet.training.core.optim import warm_cosine
 from ndlightnet_evidence import catalogue, plots, runner, sets, tables
-from ndlightnet_evidence.cuda_graphs import Steps
-from ndlightnet_evidence.device_memory import seconds
+from ndlightnet_evidence.cuda_graphs import Steps, seconds
 from ndlightnet_evidence.tables import Run
 
 POINTS = 12  # of the curve over time
@@ -102,7 +101,7 @@ class Study:
             steps(highest * warm_cosine(number - 1, count), *batch)
             if o.seconds and number * POINTS // count > (number - 1) * POINTS // count:
                 if scores := data.validate(net.eval()):
-                    curve.append([number * ms / 1e3, scores[data.measures[0]]])
+                    curve.append([number * ms / 1e3, scores["top1"]])
                 steps.net.train()
         return {
             **{k: v for k, v in data.test(net.eval()).items() if k != "confusion"},

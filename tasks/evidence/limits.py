@@ -13,8 +13,10 @@ Networks are untrained, in bf16, on noise of one channel. Writes COMMAND.json an
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import resource
 import statistics
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -32,8 +34,8 @@ from torch.nn.functional import cross_entropy
 from ndlightnet import NDLightNet, NDLightUNet, shard_grid
 from ndlightnet.inference import predict_labels
 from ndlightnet.training.peers import DynUNet, SwinUNETR
-from ndlightnet_evidence import device_memory, gpu_processes, runner, shard_model, tables
-from ndlightnet_evidence.cuda_graphs import Replay
+from ndlightnet_evidence import gpu_processes, runner, shard_model, tables
+from ndlightnet_evidence.cuda_graphs import Replay, seconds
 from ndlightnet_evidence.tables import Run
 
 STRIDES = (2, 2, 2, 2)
@@ -50,6 +52,15 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def costs(action: Callable[[], Any]) -> Run:
+    """Return the seconds of the second call, and the most memory of the GPU in both."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    action()
+    return {"seconds": seconds(action), "gb": torch.cuda.max_memory_allocated() / 1e9}
+
+
 # ---------------------------------------------------------------------------------------- one GPU
 def windows(o: Namespace) -> Iterator[Run]:
     """Predict a cube whole and in windows that overlap by half, image and labels on the host."""
@@ -60,8 +71,7 @@ def windows(o: Namespace) -> Iterator[Run]:
             run: Run = {"row": row, "side": LARGE, "window": WINDOW if window else "whole"}
             try:
                 with autocast():
-                    seconds, peak = device_memory.peak(partial(predict_labels, net, image, window))
-                yield {**run, "seconds": seconds, "gb": peak / 1e9}
+                    yield {**run, **costs(partial(predict_labels, net, image, window))}
             except RuntimeError as error:  # also of a convolution that is too large
                 yield {**run, "error": str(error).splitlines()[0][:100]}
 
@@ -80,7 +90,7 @@ def out_of_core(o: Namespace) -> Iterator[Run]:
                 "row": f"{row}, {call} call",
                 "seconds": time.perf_counter() - start,
                 "card gb": torch.cuda.max_memory_allocated() / 1e9,
-                "host gb": device_memory.process_peak() / 1e9,
+                "host gb": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9,
             }
 
 
@@ -132,7 +142,7 @@ def scaled(grid: Sequence[int]) -> Run:
         for _ in range(STEPS):
             if group:
                 dist.barrier()
-            times.append(device_memory.seconds(action))
+            times.append(seconds(action))
         return 1e3 * statistics.median(times[2:])
 
     with sharded(x, group):
@@ -180,12 +190,11 @@ def cube(row: str, sides: Sequence[int], prediction: bool, checkpointing: bool, 
     for side in sides:
         x = torch.randn(1, 1, side // (group.size() if group else 1), side, side, device="cuda")
         try:
-            seconds, peak = device_memory.peak(partial(step, x))
+            results[str(side)] = costs(partial(step, x))
         except torch.OutOfMemoryError:
             if not search or group is not None:
                 raise
             continue
-        results[str(side)] = {"seconds": seconds, "gb": peak / 1e9}
         if search:
             break
     return results
@@ -214,13 +223,13 @@ def largest_cube(measure: Callable[..., Run], gpus: int) -> Run:
     for tried in [[side] for side in sides] if gpus > 1 else [sides]:
         result = measure(sides=tried, search=True)
         if result and "error" not in result:
-            ((side, costs),) = result.items()
-            return {"bytes a voxel": each, "largest": int(side), **costs}
+            ((side, measured),) = result.items()
+            return {"bytes a voxel": each, "largest": int(side), **measured}
     return {"bytes a voxel": each, "error": "no side fits"}
 
 
 def model(o: Namespace) -> Iterator[Run]:
-    yield from shard_model.predictions(shard_model.Network(), shard_model.Machine(token=641e-9), (1, 2, 8, 64, 512))
+    yield from shard_model.predictions((1, 2, 8, 64, 512))
 
 
 COMMANDS = {command.__name__: command for command in (scaling, cubes, windows, out_of_core, model)}

@@ -175,25 +175,19 @@ def test_wrong_options_fail_before_anything_is_trained(wrong, message, tmp_path,
     assert message in capsys.readouterr().err and not (tmp_path / "o").exists()
 
 
-WORDS = "--pairs 2 4 --length 16 --vocab 16 --train-length 8 --test-length 16 --tasks recall parity --rows"
+WORDS = "--pairs 2 4 --length 16 --vocab 16 --train-length 8 --test-length 16 --tasks recall parity"
+SMALL = {
+    "recall": ("--gap 8 --frames 32 --older 0 3", "plain", ["last event"], ["the first event", "after 3 older events"]),
+    "associative": (WORDS, "softmax", ["recall", "parity"], ["recall", "parity, trained to 8"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("experiment", "options", "rows", "tasks", "panels"),
-    [
-        (
-            "recall",
-            "--gap 8 --frames 32 --older 0 3 --rows",
-            ["plain", "identity"],
-            ["last event"],
-            ["the first event", "after 3 older events"],
-        ),
-        ("associative", WORDS, ["softmax", "identity"], ["recall", "parity"], ["recall", "parity, trained to 8"]),
-    ],
-)
-def test_a_small_run(experiment, options, rows, tasks, panels, tmp_path, capsys):
+@pytest.mark.parametrize("experiment", SMALL)
+def test_a_small_run(experiment, tmp_path, capsys):
+    options, row, tasks, panels = SMALL[experiment]
+    rows = [row, "identity"]
     shared = "--batch 4 --steps 1 --tests 6 --dim 16 --depth 1 --lr 1e-3 --seeds 3 5"
-    memory.main([experiment, *options.split(), *rows, *shared.split(), "--out", str(tmp_path)])
+    memory.main([experiment, *options.split(), "--rows", *rows, *shared.split(), "--out", str(tmp_path)])
     runs = json.loads((tmp_path / "runs.json").read_text())
     assert [(run["task"], run["seed"], run["row"]) for run in runs] == list(product(tasks, [3, 5], rows))
     assert list(dict.fromkeys(panel for run in runs for panel in run["curves"])) == panels

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,9 @@ def remarks(cells: Sequence[Run]) -> list[str]:
 
 
 def versions() -> dict[str, str | None]:
-    numbers: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in PACKAGES:
-        try:
-            numbers[package] = version(package)
-        except PackageNotFoundError:
-            numbers[package] = None
-    return numbers
+    installed = {package.name: package.version for package in distributions()}
+    head = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    return {**head, **{name: installed.get(name) for name in PACKAGES}}
 
 
 def write(bench: Bench, folder: Path) -> None:
