@@ -21,7 +21,6 @@ from ndlightnet_evidence.bench.rows import Bench
 def packs(bench: Bench) -> None:
     for name, shapes in (("large", attention_rows.LARGE), ("small", attention_rows.SMALL)):
         attention_rows.packs(bench, name, shapes)
-    network_rows.pack_step(bench, attention_rows.LARGE)
 
 
 # run in this order: peers are left out of the last groups if the time is up
@@ -57,7 +56,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="let flash-linear-attention try all its kernel configurations: 10 minutes more at the first run",
     )
-    parser.add_argument("--impl", choices=("triton", "torch"), help="default: triton on CUDA")
     options = parser.parse_args(arguments)
     if unknown := set(options.groups) - set(GROUPS):
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(GROUPS)}")
@@ -73,15 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if skipped := [name for name in names if not cuda and name != "cpu"]:
         print(f"no CUDA device: {', '.join(skipped)} left out\n")
         names = [name for name in names if name == "cpu"]
-    impl = options.impl or ("triton" if cuda else "torch")
-    bench = Bench(device, impl, options.quick, options.minutes, partial(output.write, folder=options.out))
+    save = partial(output.write, folder=options.out)
+    bench = Bench(device, "triton" if cuda else "torch", options.quick, options.minutes, save)
     torch.manual_seed(0)
     if cuda and not options.full_search:
         rival_kernels.shorten_search()
     for name in names:
         start, bench.group = time.monotonic(), name
         GROUPS[name](bench)
-        cells = [cell for cell in bench.cells if cell.group == name]
+        cells = [cell for cell in bench.cells if cell["group"] == name]
         rate = bench.rates.get("cpu" if name == "cpu" else device.type, 0)
         print(f"\n## {name}: {time.monotonic() - start:.0f} s, copy at {rate / 1e12:.3g} TB/s\n")
         print("\n".join([output.table(cells), *output.remarks(cells)]), flush=True)
@@ -93,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for fact, value in bench.facts.items():
         print(f"{fact}: {value:.4g}")
     print(f"\nwritten to {options.out}")
-    return int(any(cell.ms is None for cell in bench.cells if cell.who == "ours"))
+    return int(any(cell["ms"] is None for cell in bench.cells if cell["who"] == "ours"))
 
 
 if __name__ == "__main__":

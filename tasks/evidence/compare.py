@@ -3,14 +3,13 @@
     compare=tasks/evidence/compare.py
     python $compare tasks/ct_segmentation.py configs/hippocampus.yaml --seeds 0 1 2 --jobs 5
     python $compare tasks/image_cls.py configs/adrenal.yaml --rows Mamba "Mamba axes" GLA
-    python $compare tasks/image_cls.py configs/fashion_mnist.yaml --family --jobs 16
     python $compare tasks/ct_segmentation.py configs/hippocampus.yaml --checkpoint best --folds 5 \
         --rows tasks/evidence/configs/volumes/*.yaml
 
 A row is one of those named below, a mixer of the catalogue (ndlightnet.nn.mixers), or a file
 NAME.yaml that is laid over the config; its row is called NAME. A mixer that reads tokens one by one
-covers a grid by the scan given: `NAME raster`, `NAME both`, `NAME axes`. --family is all of these;
---resume uses the results that are under --out.
+covers a grid by the scan given: `NAME raster`, `NAME both`, `NAME axes`. --resume uses the results
+that are under --out.
 
 Every run is a `fit` to the end of its schedule and one `test`, in a separate process, on one GPU if
 there are any. It tests the last checkpoint, or the one that was best on the held-out part of the
@@ -31,7 +30,7 @@ from functools import partial
 from pathlib import Path
 
 from ndlightnet_evidence import runner, tables
-from ndlightnet_evidence.catalogue import ROWS, family, named
+from ndlightnet_evidence.catalogue import ROWS, named
 from ndlightnet_evidence.runner import RunError
 from ndlightnet_evidence.tables import Run
 
@@ -97,7 +96,6 @@ def parse(arguments: list[str]) -> Namespace:
     parser.add_argument("task", type=Path)
     parser.add_argument("config", type=Path)
     parser.add_argument("--rows", nargs="+", default=[], metavar="ROW", help=f"default: {', '.join(DEFAULT)}")
-    parser.add_argument("--family", action="store_true", help="and a row for each mixer and scan")
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 1 2, or 0 with --folds")
     parser.add_argument("--folds", type=int, metavar="N", help="cross-validation with N folds")
     parser.add_argument("--checkpoint", choices=["last", "best"], default="last")
@@ -114,7 +112,7 @@ def parse(arguments: list[str]) -> Namespace:
     if any(re.match(r"--data\.(init_args\.)?fold\b", argument) for argument in options.extra):
         parser.error("--data.init_args.fold after --: expected --folds, which takes them all")
     try:
-        options.rows = named(options.rows + (family() * options.family) or DEFAULT)
+        options.rows = named(options.rows or DEFAULT)
     except ValueError as error:
         parser.error(str(error))
     return options

@@ -7,15 +7,15 @@
     python $family configs/enwik8.yaml --file .../text.yaml --rows softmax LightNet --lr 1e-3 2e-3
 
 The config is one of tasks/image_cls.py, volume_cls.py or text_lm.py, which train one
-network by Lightning. Here a step is replayed from a CUDA graph. Times and memory are those of a
-row's first run.
+network by Lightning. Here a step is replayed from a CUDA graph. Its time is that of a row's first
+run, without waiting for data.
 
 A row is a mixer, `NAME` or `NAME scan`, or an entry of --file, a YAML file: a name, and the
 arguments of the network that it changes, or `lr`, or `net`, another network. All rows of a seed
 get the same batches, and the schedule follows from --steps, or from --seconds: each row then does
 as many steps as it does in this time. A run under --out is repeated only if it failed; delete --out
 if a row has changed. Writes table.md, runs.csv, runs.json and family.png; for text also
-lengths.png, for class folders also times.png, the accuracy on held-out training images.
+lengths.png, for images with --seconds also times.png, the accuracy on held-out training images.
 """
 
 from __future__ import annotations
@@ -32,29 +32,27 @@ from typing import Any
 
 import torch
 import yaml
-from torch import nn
 
 from ndlightnet.training import AveragedWeights
-from ndlightnet.training.core.costs import state_size
 from ndlightnet.training.core.optim import warm_cosine
 from ndlightnet_evidence import catalogue, plots, runner, sets, tables
-from ndlightnet_evidence.cuda_graphs import Steps
-from ndlightnet_evidence.device_memory import seconds
+from ndlightnet_evidence.cuda_graphs import Steps, seconds
 from ndlightnet_evidence.tables import Run
 
 POINTS = 12  # of the curve over time
+TIMED = 20  # steps
 NOT_SCHEDULED = ("warmup_epochs", "min_lr", "layer_decay")  # of the tasks' schedule
 
 
 @dataclass
 class Study:
-    """What all runs share: options, config, data, rows, and the costs of the rows measured."""
+    """What all runs share: options, config, data, rows, and milliseconds of a step of the rows measured."""
 
     o: Namespace
     config: dict[str, Any]
     data: sets.Samples
     rows: dict[str, dict[str, Any]]
-    costs: dict[str, Run] = field(default_factory=dict)
+    step_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def decay(self) -> Callable[[int], float] | None:
@@ -79,23 +77,12 @@ class Study:
                 block.compile(dynamic=False)
         return steps
 
-    def measure(self, row: dict[str, Any], seed: int) -> Run:
-        """Return the time and memory of a row's step, on a network that serves for nothing else."""
-        first, *batches = self.data.batches(seed, 1 + sets.TIMED)
-        before, cuda = 0, runner.device().type == "cuda"
-        if cuda:
-            # a small step, so that what libraries allocate at the first one counts for no row
-            net = nn.Linear(16, 16, device="cuda")
-            small = Steps(net, lambda x: sets.logits(net, x).square().mean(), 0.0, 1.0)
-            small(0.0, torch.zeros(16, 16, device="cuda"))
-            gc.collect()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+    def measure(self, row: dict[str, Any], seed: int) -> float:
+        """Return the milliseconds of a row's step, on a network that serves for nothing else."""
+        first, *batches = self.data.batches(seed, 1 + TIMED)
         steps = self.begin(row, seed)
         steps(0.0, *first)  # captures the graph
-        times = [seconds(partial(steps, 0.0, *batch)) for batch in batches]
-        peak = {"peak_memory_gb": (torch.cuda.max_memory_allocated() - before) / 1e9} if cuda else {}
-        return {"step_ms": 1e3 * statistics.median(times), **peak}
+        return 1e3 * statistics.median(seconds(partial(steps, 0.0, *batch)) for batch in batches)
 
     def run(self, spec: Run) -> Run:
         """Train as the tasks do (AdamW, warm-up, cosine, clipping), and test."""
@@ -103,27 +90,25 @@ class Study:
         if torch.cuda.is_available():
             gc.collect()  # networks and graphs of earlier runs, which reference each other
             torch.cuda.empty_cache()
-        first = spec["row"] not in self.costs
+        first = spec["row"] not in self.step_ms
         if first:
-            self.costs[spec["row"]] = self.measure(row, seed)
-        costs = self.costs[spec["row"]]
-        count = int(1e3 * o.seconds / costs["step_ms"]) if o.seconds else o.steps or data.steps
+            self.step_ms[spec["row"]] = self.measure(row, seed)
+        ms = self.step_ms[spec["row"]]
+        count = int(1e3 * o.seconds / ms) if o.seconds else o.steps or data.steps
         steps, curve = self.begin(row, seed), []
         net, highest = steps.averaged, row.get("lr", self.config["model"]["lr"])
         for number, batch in enumerate(data.batches(seed, count), 1):
             steps(highest * warm_cosine(number - 1, count), *batch)
-            if number * POINTS // count > (number - 1) * POINTS // count:
+            if o.seconds and number * POINTS // count > (number - 1) * POINTS // count:
                 if scores := data.validate(net.eval()):
-                    curve.append([number * costs["step_ms"] / 1e3, scores[data.measures[0]]])
+                    curve.append([number * ms / 1e3, scores["top1"]])
                 steps.net.train()
-        result = data.test(net.eval(), first)
         return {
-            **{k: v for k, v in result.items() if k != "confusion"},
-            **(costs if first else {}),
+            **{k: v for k, v in data.test(net.eval()).items() if k != "confusion"},
+            **({"step_ms": ms} if first else {}),
             **({"curve": curve} if curve else {}),
             "steps": count,
             "parameters": sum(p.numel() for p in net.parameters()),
-            "state_size": state_size(net),
             "device": runner.device_name(),
         }
 
@@ -194,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         o,
         [{"row": row, "seed": seed} for seed, row in product(o.seeds, names)],
         study.run,
-        table=lambda runs: tables.summary(runs, names, (*measures, "step_ms", "latency_ms", "peak_memory_gb")),
+        table=lambda runs: tables.summary(runs, names, (*measures, "step_ms")),
         report=partial(report, measures[0]),
         draw=partial(draw, names, measures[0], o.out),
     )

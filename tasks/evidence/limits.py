@@ -13,8 +13,10 @@ Networks are untrained, in bf16, on noise of one channel. Writes COMMAND.json an
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import resource
 import statistics
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -31,53 +33,53 @@ from torch.nn.functional import cross_entropy
 
 from ndlightnet import NDLightNet, NDLightUNet, shard_grid
 from ndlightnet.inference import predict_labels
-from ndlightnet.training.peers import DynUNet, SegResNet, SwinUNETR
-from ndlightnet_evidence import device_memory, gpu_processes, runner, shard_model, tables
+from ndlightnet.training.peers import DynUNet, SwinUNETR
+from ndlightnet_evidence import gpu_processes, runner, shard_model, tables
+from ndlightnet_evidence.cuda_graphs import Replay, seconds
 from ndlightnet_evidence.tables import Run
 
 STRIDES = (2, 2, 2, 2)
 GRID, BATCH, STEPS = (32, 64, 64), 4, 12  # of `scaling`: tokens of a sample on a GPU, samples, timed steps
 SIDE = 32  # voxels: the sides of cubes are multiples of it
-SIDES, WINDOW = (256, 512), 128  # voxels a side of a cube and of a window in `windows`
+LARGE, WINDOW = 512, 128  # voxels a side of the cube and of a window in `windows`
 SHAPE = (1024, 1024, 1024)  # of the volume of `out_of_core`
 autocast = partial(torch.autocast, "cuda", torch.bfloat16)
 NETS: dict[str, Callable[[], nn.Module]] = {
     "NDLightUNet M": lambda: NDLightUNet(3, 1, 3, size="M", strides=STRIDES),
     "NDLightUNet": lambda: NDLightUNet(3, 1, 3, strides=STRIDES),
-    "NDLightUNet S": lambda: NDLightUNet(3, 1, 3, size="S", strides=STRIDES),
     "DynUNet": lambda: DynUNet(3, 1, 3, STRIDES, deep_supervision=False),
-    "SegResNet": lambda: SegResNet(3, 1, 3),
     "SwinUNETR": lambda: SwinUNETR(3, 1, 3),
 }
 
 
+def costs(action: Callable[[], Any]) -> Run:
+    """Return the seconds of the second call, and the most memory of the GPU in both."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    action()
+    return {"seconds": seconds(action), "gb": torch.cuda.max_memory_allocated() / 1e9}
+
+
 # ---------------------------------------------------------------------------------------- one GPU
 def windows(o: Namespace) -> Iterator[Run]:
-    """Predict cubes whole and in windows that overlap by half, image and labels on the host."""
+    """Predict a cube whole and in windows that overlap by half, image and labels on the host."""
+    image = torch.randn(1, LARGE, LARGE, LARGE)
     for row in o.nets:
         net = NETS[row]().cuda().eval()
-        for side in SIDES:
-            image = torch.randn(1, side, side, side)
-            for window in (None, [WINDOW] * 3):
-                run: Run = {"row": row, "side": side, "window": WINDOW if window else "whole"}
-                try:
-                    with autocast():
-                        seconds, peak = device_memory.peak(partial(predict_labels, net, image, window))
-                    yield {**run, "seconds": seconds, "gb": peak / 1e9}
-                except RuntimeError as error:  # also of a convolution that is too large
-                    yield {**run, "error": str(error).splitlines()[0][:100]}
+        for window in (None, [WINDOW] * 3):
+            run: Run = {"row": row, "side": LARGE, "window": WINDOW if window else "whole"}
+            try:
+                with autocast():
+                    yield {**run, **costs(partial(predict_labels, net, image, window))}
+            except RuntimeError as error:  # also of a convolution that is too large
+                yield {**run, "error": str(error).splitlines()[0][:100]}
 
 
 def out_of_core(o: Namespace) -> Iterator[Run]:
     for row in o.nets:
         net: Any = NETS[row]().cuda().eval()
-        with torch.no_grad(), autocast():
-            small, large = (
-                device_memory.peak(partial(net, torch.randn(1, 1, *[side] * 3, device="cuda")))[1]
-                for side in (192, 256)
-            )
         volume = torch.randn(1, 1, *SHAPE, device="cuda").cpu()  # faster than on the host
-        full_volume = (large - small) / (256**3 - 192**3) * volume.numel()
         for call in ("first", "second"):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -86,11 +88,9 @@ def out_of_core(o: Namespace) -> Iterator[Run]:
                 net.predict_large(volume, then=lambda y: y.argmax(1).byte())
             yield {
                 "row": f"{row}, {call} call",
-                "whole gb": full_volume / 1e9,
                 "seconds": time.perf_counter() - start,
                 "card gb": torch.cuda.max_memory_allocated() / 1e9,
-                "host gb": device_memory.process_peak() / 1e9,
-                "pinned gb": device_memory.pinned_peak() / 1e9,
+                "host gb": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9,
             }
 
 
@@ -120,50 +120,37 @@ def backward(loss: Tensor, gradients: Tensor, group: Any) -> None:
         dist.all_reduce(gradients, dist.ReduceOp.AVG)
 
 
-def scaled(grid: Sequence[int], shared: bool) -> Run:
-    """Measure a whole training step of NDLightNet-S on `grid` tokens: from a CUDA graph, and eager. shared: these
-    are a slab of the samples; else each process has samples of its own, and exchanges nothing."""
+def scaled(grid: Sequence[int]) -> Run:
+    """Measure a whole training step of NDLightNet-S on a slab of `grid` tokens: from a CUDA graph, and eager."""
     torch.manual_seed(0)
     net = NDLightNet(len(grid), 1, 10, patch_size=1).cuda().train()
     x = torch.randn(BATCH, 1, *grid, device="cuda")
     label = torch.zeros(BATCH, dtype=torch.long, device="cuda")
     optimizer = torch.optim.AdamW(net.parameters(), 1e-4, fused=True, capturable=True)
-    gradients, group = flat_gradients(net), world() if shared else None
+    gradients, group = flat_gradients(net), world()
 
-    def step() -> None:
+    def step(x: Tensor, label: Tensor) -> Tensor:
         with autocast(cache_enabled=False):  # the cache of cast weights must not outlive a capture
             loss = cross_entropy(net(x).float(), label)
         backward(loss, gradients, group)
         optimizer.step()
         gradients.zero_()
+        return loss.detach()
 
     def timed(action: Callable[[], Any]) -> float:
         times = []
         for _ in range(STEPS):
-            if world():
+            if group:
                 dist.barrier()
-            times.append(device_memory.seconds(action))
+            times.append(seconds(action))
         return 1e3 * statistics.median(times[2:])
 
     with sharded(x, group):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        run: Run = {"eager ms": timed(step)}
+        run: Run = {"eager ms": timed(partial(step, x, label))}
         try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                step()
-            run["graph ms"] = timed(graph.replay)
+            run["graph ms"] = timed(Replay(step, x, label).again)
         except RuntimeError as error:
             run["graph error"] = str(error).splitlines()[0][:200]
-    if world():
-        times: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(times, step_ms(run))
-        run["ms of each"] = " ".join(f"{ms:.1f}" for ms in times)
     return {**run, "gb": torch.cuda.max_memory_allocated() / 1e9}
 
 
@@ -174,13 +161,8 @@ def step_ms(run: Run) -> float | None:
 def scaling(o: Namespace) -> Iterator[Run]:
     count, (planes, *plane) = max(o.gpus), GRID
     alone = None
-    for row, gpus, size, shared in (
-        ("one GPU", 1, planes, False),
-        ("each by itself", count, planes, False),
-        ("weak", count, planes, True),
-        ("strong", count, planes // count, True),
-    ):
-        run = gpu_processes.launch(gpus, scaled, grid=[size, *plane], shared=shared)
+    for row, gpus, size in (("one GPU", 1, planes), ("weak", count, planes), ("strong", count, planes // count)):
+        run = gpu_processes.launch(gpus, scaled, grid=[size, *plane])
         run = {"row": row, "gpus": gpus, "tokens": BATCH * size * gpus * math.prod(plane), **run}
         alone, together = alone or run, step_ms(run)
         if gpus > 1 and together and (ms := step_ms(alone)):
@@ -208,12 +190,11 @@ def cube(row: str, sides: Sequence[int], prediction: bool, checkpointing: bool, 
     for side in sides:
         x = torch.randn(1, 1, side // (group.size() if group else 1), side, side, device="cuda")
         try:
-            seconds, peak = device_memory.peak(partial(step, x))
+            results[str(side)] = costs(partial(step, x))
         except torch.OutOfMemoryError:
             if not search or group is not None:
                 raise
             continue
-        results[str(side)] = {"seconds": seconds, "gb": peak / 1e9}
         if search:
             break
     return results
@@ -235,19 +216,20 @@ def largest_cube(measure: Callable[..., Run], gpus: int) -> Run:
     if "error" in small:
         return small
     each = 1e9 * (small["192"]["gb"] - small["128"]["gb"]) / (192**3 - 128**3)
-    expected = int((device_memory.total() / each) ** (1 / 3)) // SIDE * SIDE
+    memory = torch.cuda.get_device_properties(0).total_memory
+    expected = int((memory / each) ** (1 / 3)) // SIDE * SIDE
     sides = list(range(expected, 0, -SIDE))
     # of several processes, not all run out of memory: new ones for each side
     for tried in [[side] for side in sides] if gpus > 1 else [sides]:
         result = measure(sides=tried, search=True)
         if result and "error" not in result:
-            ((side, costs),) = result.items()
-            return {"bytes a voxel": each, "largest": int(side), **costs}
+            ((side, measured),) = result.items()
+            return {"bytes a voxel": each, "largest": int(side), **measured}
     return {"bytes a voxel": each, "error": "no side fits"}
 
 
 def model(o: Namespace) -> Iterator[Run]:
-    yield from shard_model.predictions(shard_model.Network(), shard_model.Machine(token=641e-9), (1, 2, 8, 64, 512))
+    yield from shard_model.predictions((1, 2, 8, 64, 512))
 
 
 COMMANDS = {command.__name__: command for command in (scaling, cubes, windows, out_of_core, model)}

@@ -105,16 +105,15 @@ def test_every_row_on_every_fold(command, capsys):
     assert [(run["row"], run["seed"], run["fold"]) for run in runs()] == order
     text = Path("out/table.md").read_text()
     lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
-    scores, _, costs = [line for line in lines if line[1:2] == ["better"]]
+    scores, costs = [line for line in lines if line[1:2] == ["better"]]
     assert scores[2:6] == ["0.750 ± 0.000", "0.750 to 0.750", "0.750, 0.750", "+0.250"]
     assert costs[2:4] == ["2.00 M", "3"] and text in capsys.readouterr().out
     assert command(*arguments, "--resume") == 0 and len(calls(root)) == 2  # nothing was left to do
 
 
-def test_the_family_is_an_option_and_folds_have_a_folder_of_their_own(monkeypatch):
-    monkeypatch.setattr(compare, "family", lambda: ["Identity", "LightNet", "GLA both"])
-    options = compare.parse(["t.py", "x/c.yaml", "--family", "--rows", "LightNet", "GLA axes", "--folds", "3"])
-    assert list(options.rows) == ["LightNet", "GLA axes", "Identity", "GLA both"]
+def test_folds_have_a_folder_of_their_own():
+    options = compare.parse(["t.py", "x/c.yaml", "--rows", "LightNet", "GLA axes", "--folds", "3"])
+    assert list(options.rows) == ["LightNet", "GLA axes"]
     assert options.out == Path("runs/compare/c-3_folds") and options.seeds == [0]
     options = compare.parse(["t.py", "x/c.yaml", "--", "--data.init_args.folds=3"])
     assert list(options.rows) == compare.DEFAULT and options.extra == ["--data.init_args.folds=3"]

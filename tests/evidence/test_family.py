@@ -34,7 +34,7 @@ def photos(folder):
                 pixels = rng.integers(light, light + 50, (8, 8, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / split / name / f"{number}.png")
     changes = {"size": 8, "padding": 1, "hflip": 0.5, "random_erasing": 0.2, "cutmix": 1.0, "mixup": 0.2}
-    return {"root": str(folder), "batch_size": 8, "crop_pct": 1.0, "validation": 0.34, **changes}
+    return {"root": str(folder), "batch_size": 8, "workers": 0, "crop_pct": 1.0, "validation": 0.34, **changes}
 
 
 def text(folder):
@@ -86,7 +86,7 @@ def test_a_short_training_learns_and_its_batches_follow_from_the_seed(config, ru
         assert result["bits_per_byte"] == result["bits_16"]
         assert all(result[f"bits_{n}"] < 2.7 for n in (16, 32, 64))  # 2.71 by the counts of the letters
         assert (tmp_path / "out" / "lengths.png").read_bytes().startswith(b"\x89PNG")
-        bits = data.test(lambda x: torch.zeros(*x.shape, 256), False)
+        bits = data.test(lambda x: torch.zeros(*x.shape, 256))
         assert all(value == pytest.approx(8) for value in bits.values())
         windows = torch.cat([batch for (batch,) in data.batches(0, 5)])
         starts = torch.stack([(data.data.splits[0].unfold(0, 17, 1) == window).all(1) for window in windows])
@@ -96,6 +96,9 @@ def test_a_short_training_learns_and_its_batches_follow_from_the_seed(config, ru
     for one, same, changed in zip(*(data.batches(seed, 3) for seed in (3, 3, 4)), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
         assert not torch.equal(one[0], changed[0])
+    epoch = len(data.data.train_dataloader())
+    first, *_, again = data.batches(3, 1 + epoch)
+    assert data.steps % epoch == 0 and not torch.equal(first[0], again[0])  # an epoch has an order of its own
 
 
 @pytest.mark.slow
@@ -123,10 +126,9 @@ def test_runs_make_a_table_and_are_not_made_again_unless_they_failed(run, tmp_pa
     assert set(runs) == {(row, seed) for row in rows for seed in (0, 1)}
     assert all(result["steps"] == 8 for result in runs.values())
     assert "step_ms" in runs[rows[0], 0] and "step_ms" not in runs[rows[0], 1]  # of the first run
-    assert runs[rows[0], 0]["latency_ms"] > 0 and runs[rows[2], 0]["state_size"] == 16 * 16
     assert runs[rows[0], 0]["parameters"] < runs[rows[2], 0]["parameters"] / 1.5
     line = table.splitlines()[4]
-    assert line.startswith("| TNL axes, lr 0.001 | 0.0") and " ± " in line and " 256 " in line
+    assert line.startswith("| TNL axes, lr 0.001 | 0.0") and " ± " in line
     assert (tmp_path / "out" / "family.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -150,34 +152,17 @@ def test_wrong_arguments_end_in_a_line(config, run, tmp_path, capsys):
     assert "row 'GLA spiral'" in err and "model.min_lr: expected null" in err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("config", ["ImageFolders"], indirect=True)
-def test_photographs_are_augmented_as_the_config_says_or_refused(config):
-    """What is moved in is 0 before the normalisation, an erased box 0 after it."""
-
-    def read(**changes):
-        init_args = {**config["data"]["init_args"], **changes}
-        return sets.load({**config, "data": {**config["data"], "init_args": init_args}})
-
-    for padding, erasing in ((2, 0), (1, 1)):
-        data = read(mixup=0, cutmix=0, hflip=0, padding=padding, random_erasing=erasing)
-        x, _ = next(data.batches(0, 1))
-        moved_in, gone = (x == data.normalised(torch.zeros(3, 1, 1))).all(1), (x == 0).all(1)
-        assert moved_in.any() and gone.flatten(1).any(1).all() == bool(erasing)
-        assert padding == 1 or (moved_in[:, :2].any() and moved_in[:, -2:].any())
-    data, labels = read(batch_size=999), torch.arange(16) % 2
-    (x, mixed), *_ = data.batches(0, 2)
-    assert data.steps == 8 and len(x) == 16 and torch.allclose(mixed.sum(1), torch.ones(16))
-    likely = nn.functional.one_hot(labels, 2).float() * 60
+@pytest.mark.parametrize(
+    ("config", "held_out", "tested"), [("ImageData", 4, 12), ("ImageFolders", 8, 8)], indirect=["config"]
+)
+def test_images_are_those_of_the_tasks_and_labels_are_smoothed(config, held_out, tested):
+    data = sets.load(config)
+    assert data.measures == ("auc", "top1") and data.steps == 8 * (32 // 8 if held_out == 4 else 16 // 8)
+    assert {name: len(labels) for name, (_, labels) in data.splits.items()} == {"validation": held_out, "test": tested}
+    ((x, _),) = data.batches(0, 1)
+    assert x.dtype == torch.float32 and x.shape == (8, *data.splits["test"][0].shape[1:])
+    likely = nn.functional.one_hot(torch.arange(8) % 2, 2).float() * 60
     for smoothing in (0.0, 0.4):
         config["model"]["label_smoothing"] = smoothing
-        loss = read().loss(lambda _: likely, x, labels).item()
+        loss = sets.load(config).loss(lambda _: likely, x, torch.arange(8) % 2).item()
         assert loss == pytest.approx(smoothing / 2 * 60)  # the wrong class is so unlikely
-    with pytest.raises(ValueError, match="data: scale: expected null, or padding above 0"):
-        read(padding=0)
-
-
-def test_erased_boxes_are_zero_in_some_images():
-    x = torch.ones(2000, 1, 16, 16)
-    gone = (sets.erased(x, 0.25, torch.Generator().manual_seed(0)) == 0).flatten(1).float().mean(1)
-    assert 0.21 < (gone > 0).float().mean() < 0.29  # 4 standard deviations of 2,000 draws
-    assert gone.max() < 0.5 and torch.equal(sets.erased(x, 0.0, torch.Generator()), x)

@@ -53,8 +53,8 @@ def test_seeds_are_paired_and_rows_keep_their_order():
     a = [{case[-1]: dice for case, dice in drawn(seed, 5, 0.7).items()} for seed in (0, 1)]
     b = [{case: [x - 0.1, y - 0.2] for case, (x, y) in one.items()} for one in a]
     runs = [run_of(row, seed, dice[seed]) for seed in (1, 0) for row, dice in (("B", b), ("A", a))]
-    scores, classes, _ = tables(segmentation_tables(runs, ["A", "B"]))
-    assert [line[""] for line in scores] == [line[""] for line in classes] == ["A", "B"]
+    scores, costs = tables(segmentation_tables(runs, ["A", "B"]))
+    assert [line[""] for line in scores] == [line[""] for line in costs] == ["A", "B"]
     first, second = scores
     assert (first["more than A"], first["95 % interval1"]) == ("", "")
     # every case loses the same: nothing is left to draw
@@ -62,8 +62,6 @@ def test_seeds_are_paired_and_rows_keep_their_order():
     means, table = [np.mean(list(one.values())) for one in a], np.array([list(one.values()) for one in a])
     assert first["Dice"] == f"{np.mean(means):.3f} ± {np.std(means, ddof=1):.3f}"
     assert first["by seeds"] == f"{means[0]:.3f}, {means[1]:.3f}" and first["95 % interval"] == shown(table)
-    for k, name in enumerate(NAMES[1:]):
-        assert classes[0][f"Dice of {name}"] == f"{table[..., k].mean():.3f} ({shown(table[..., k])})"
 
 
 def test_a_class_that_only_one_finds_where_there_is_none():
@@ -89,19 +87,18 @@ def test_folds_are_pooled():
     folds = [drawn(k, 3, 0.5 + 0.1 * k) for k in range(3)]
     runs = [run_of("A", 4, fold, fold=k) for k, fold in reversed(list(enumerate(folds)))]
     text = segmentation_tables(runs, ["A"])
-    ((line,), (each,), _), table = tables(text), np.array([[dice for fold in folds for dice in fold.values()]])
+    ((line,), _), table = tables(text), np.array([[dice for fold in folds for dice in fold.values()]])
     assert line["by folds"] == ", ".join(f"{np.mean(list(fold.values())):.3f}" for fold in folds)
     assert np.sort(values(by_case(runs)), None) == pytest.approx(np.sort(table, None), abs=1e-6)
-    assert each["Dice of cyst"].startswith(f"{table[..., 1].mean():.3f} (") and "of one seed" in text
+    assert line["95 % interval"] == shown(table) and "of one seed" in text
 
 
 def test_a_row_without_a_run_unknown_scores_and_medians_of_costs():
     runs = [run_of("A", 0, {"x": [0.5, NAN], "y": [0.25, NAN]}, gflops=12.3456, step_ms=None, case_seconds=9.0)]
     runs += [{**runs[0], "seed": seed, "case_seconds": float(seed)} for seed in (1, 2)]
-    scores, classes, costs = tables(segmentation_tables(runs, ["B", "A"]))
-    for lines, column in ((scores, "Dice"), (classes, "Dice of liver"), (costs, "parameters")):
+    scores, costs = tables(segmentation_tables(runs, ["B", "A"]))
+    for lines, column in ((scores, "Dice"), (costs, "parameters")):
         assert lines[0][column] == "not run" and set(lines[0].values()) == {"B", "not run", ""}
     assert scores[1]["more than B"] == scores[1]["95 % interval1"] == "none"
     assert scores[1]["HD95 (mm)"] == "2.000 ± 0.000 (6 of 12 missing)"
-    assert classes[1]["Dice of cyst"] == "none (none)"
     assert list(costs[1].values()) == ["A", "1.23 M", "12.35", "2", "none", "none", "none"]

@@ -20,7 +20,7 @@ def test_columns_are_as_wide_as_their_widest_cell():
 
 def test_means_deviations_and_seeds():
     """Of the known measures; other entries of metrics.json are left out."""
-    measures = {"auc": 0.9, "peak_memory_gb": None, "recall": {"a class": 0.5}, "state_size": 256, "top": 1.0}
+    measures = {"auc": 0.9, "peak_memory_gb": None, "recall": {"a class": 0.5}, "top": 1.0}
     runs = [
         run("A", 2, 0.9, mean_hd95_mm=3.0, **measures),
         run("A", 0, 0.5, mean_hd95_mm=float("nan"), **measures),
@@ -31,11 +31,11 @@ def test_means_deviations_and_seeds():
     ]
     head, _, a, b, c, d = cells(tables.summary(runs, ["A", "B", "C", "D"]))
     measures = ["mean_dice", "mean_hd95_mm", "auc", "peak_memory_gb"]
-    assert head == ["", "parameters", "state", *measures, "mean_dice per seed"]
+    assert head == ["", "parameters", *measures, "mean_dice per seed"]
     spreads = ["0.700 ± 0.200", "2.500 ± 0.707", "0.900 ± 0.000", "none", "0.500, 0.700, 0.900"]
-    assert a == ["A", "1.23 M", "256", *spreads]
-    assert b == ["B", "1.23 M", "-", "0.250", "none", "none", "none", "0.250"]  # one seed has no deviation
-    assert c == ["C", "failed", *[""] * 6] and d == ["D", "not run", *[""] * 6]
+    assert a == ["A", "1.23 M", *spreads]
+    assert b == ["B", "1.23 M", "0.250", "none", "none", "none", "0.250"]  # one seed has no deviation
+    assert c == ["C", "failed", *[""] * 5] and d == ["D", "not run", *[""] * 5]
     assert tables.notes(runs) == "\nFailed: B, seed 1 (x); C, seed 0 (boom).\n"
     assert [len(line) for line in cells(tables.summary(runs[-1:], ["C"]))] == [4, 4, 4]
 

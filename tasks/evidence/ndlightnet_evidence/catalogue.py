@@ -62,13 +62,11 @@ def named_mixer(row: str) -> dict[str, Any]:
 
 def overrides(row: str) -> list[str]:
     """Return the arguments of a task that a row adds. ValueError if there is no such row."""
-    if row in ROWS:
-        return ROWS[row]
     if row.endswith(".yaml"):
         if not Path(row).is_file():
             raise ValueError(f"row {row!r}: no such file")
         return ["--config", row]
-    return [option(named_mixer(row))]
+    return ROWS.get(row) or [option(named_mixer(row))]
 
 
 def named(rows: Sequence[str]) -> dict[str, list[str]]:

@@ -1,11 +1,13 @@
-"""Training steps from CUDA graphs: small networks take more time in Python than on the card."""
+"""Training steps from CUDA graphs, and their time: small networks take more time in Python than on the card."""
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,16 @@ from ndlightnet.training.core.optim import decayed_groups
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """Return one stream for captures: cuBLAS allocates a workspace for every stream."""
     return torch.cuda.Stream(device)
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Return how long a call takes, with what the card does for it."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
 
 
 class Replay:
@@ -34,6 +46,7 @@ class Replay:
         with torch.cuda.stream(stream):
             for _ in range(3):
                 function(*inputs)
+            torch.cuda.synchronize()
             # a loader's thread that pins memory meanwhile would end a "global" capture
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -45,6 +58,10 @@ class Replay:
     def __call__(self, *inputs: Tensor) -> Tensor:
         for fixed, x in zip(self.inputs, inputs, strict=True):
             fixed[: len(x)].copy_(x)
+        return self.again()
+
+    def again(self) -> Tensor:
+        """Call the function on the inputs of the last call."""
         if self.graph is None:
             return self.function(*self.inputs)
         self.graph.replay()

@@ -11,19 +11,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ndlightnet.training.report import figures
 from ndlightnet_evidence.tables import Run
 
-# Okabe and Ito: colours that colour-blind people can also tell apart
-BLACK, ORANGE, SKY, BLUE, RED, GREY, GREEN, PINK = COLORS = (
-    "#000000",
-    "#E69F00",
-    "#56B4E9",
-    "#0072B2",
-    "#D55E00",
-    "#777777",
-    "#009E73",
-    "#CC79A7",
-)
+GREY, YELLOW = figures.GREY, "#F0E442"  # which does not show on white
+BLACK, _, SKY, _, RED, _, _, BLUE = figures.COLORS
+COLORS = [GREY if color == YELLOW else color for color in figures.COLORS]
 SCANS = {"": BLACK, "raster": SKY, "both": BLUE, "axes": RED}  # how a mixer covers a grid
 STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
 
@@ -108,8 +101,7 @@ def finish(panels: Iterable[Any]) -> None:
     """Draw a light grid, and remove the frame at the top and on the right."""
     for axes in panels:
         axes.minorticks_off()
-        axes.grid(color="#DDDDDD", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        figures.plain_axes(axes)
 
 
 def save(picture: Figure, path: Path, dpi: int = 120, **options: Any) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from pathlib import Path
@@ -49,14 +49,13 @@ def compare(
     table: Callable[[list[Run]], str],
     report: Callable[[Run], str],
     draw: Callable[[list[Run]], None] = lambda runs: None,
-    lines: Callable[[Run], Iterable[Run]] = lambda run: [run],
     jobs: int = 1,
 ) -> list[Run]:
     """Do the `planned` runs by one(run), which returns what it measured or raises; return all runs.
 
-    o: the options of `add_options`. After every run, runs.json holds all runs so far, runs.csv
-    their `lines`, and table.md their `table`. At the end `draw` is called with the runs that have a
-    result. jobs: as in `run_all`.
+    o: the options of `add_options`. After every run, runs.json holds all runs so far, runs.csv the
+    numbers of those with a result, and table.md their `table`. At the end `draw` is called with the
+    runs that have a result. jobs: as in `run_all`.
     """
     o.out.mkdir(parents=True, exist_ok=True)
     options = {key: value for key, value in vars(o).items() if key not in CHOICES}
@@ -71,8 +70,7 @@ def compare(
     def save() -> None:
         with atomic_write(file) as draft:
             draft.write_text(json.dumps(runs, indent=1) + "\n")
-        complete = [run for run in runs if tables.complete(run)]
-        write_csv(o.out / "runs.csv", [line for run in complete for line in lines(run)])
+        write_csv(o.out / "runs.csv", [run for run in runs if tables.complete(run)])
         (o.out / "table.md").write_text(table(runs) + tables.notes(runs))
 
     def keep(run: Run) -> None:

@@ -22,18 +22,13 @@ COSTS = {
 
 
 def segmentation_tables(runs: Sequence[Run], rows: Sequence[str]) -> str:
-    """Return three tables: scores, Dice of each class, and costs. rows: the order of the rows; the
-    others are compared with the first."""
+    """Return two tables: scores and costs. rows: their order; the others are compared with the first."""
     by_row = {row: of_row(runs, row) for row in rows}
     done = [run for row in rows for run in by_row[row]]
-    names, first = list(done[0]["dice"]), by_row[rows[0]]
+    first = by_row[rows[0]]
     several = "folds" if "fold" in done[0] else "seeds"
     scores = ["Dice", "95 % interval", f"by {several}", f"more than {rows[0]}", "95 % interval", "HD95 (mm)", "NSD"]
-    tables = (
-        (scores, lambda runs: _scores(runs, first)),
-        ([f"Dice of {name}" for name in names], lambda runs: _classes(runs, len(names))),
-        (["parameters", *COSTS], _costs),
-    )
+    tables = ((scores, lambda runs: _scores(runs, first)), (["parameters", *COSTS], _costs))
     texts = []
     for head, cells in tables:
         body = [[row, *(cells(by_row[row]) if by_row[row] else [without(runs, row)])] for row in rows]
@@ -46,8 +41,8 @@ def _notes(runs: Sequence[Run], several: str, first: str) -> list[str]:
     if len({run["seed"] for run in runs}) == 1:
         over = "cases, of one seed: they say nothing of others"
     return [
-        f"Means ± standard deviations over {several}. Intervals and the Dice of each class: all "
-        f"{several} together, bootstrap over {over}. More than {first}: mean difference on the "
+        f"Means ± standard deviations over {several}. Intervals: all {several} together, bootstrap "
+        f"over {over}. More than {first}: mean difference on the "
         "same cases; where a class is not in a case and only one of the two says so, that counts "
         "as Dice 1 and 0. HD95 is that of the classes found.\n",
         "GFLOPs: two for each multiplication and addition of matrix products, convolutions and "
@@ -72,12 +67,6 @@ def _scores(runs: Sequence[Run], first: Sequence[Run]) -> list[str]:
         distance,
         spread(run["mean_nsd"] for run in runs),
     ]
-
-
-def _classes(runs: Sequence[Run], classes: int) -> list[str]:
-    table = values(by_case(runs))
-    each = [table[..., k : k + 1] for k in range(classes)]
-    return [f"{number(mean_dice(one))} ({_range(one)})" for one in each]
 
 
 def _costs(runs: Sequence[Run]) -> list[str]:

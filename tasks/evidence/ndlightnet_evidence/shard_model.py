@@ -14,6 +14,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+TOKEN = 641e-9  # seconds of a training step for each token on one GPU
+# Bytes a second that a GPU sends within a host, as NCCL's kernels did between two H200s, and to other hosts; and of
+# copies before and after, fitted to what a step took there beyond a GPU's own work (16.4 ms for four samples, strong
+# scaling 10.1, one sample 5.5; of the model: 16.5, 10.7, 5.5). FAR, HOST and the seconds of a message are assumed.
+NEAR, FAR, COPIES = 160e9, 50e9, 300e9
+HOST = 8  # GPUs
+LATENCY, FAR_LATENCY = 20e-6, 40e-6
+
 
 @dataclass(frozen=True)
 class Network:
@@ -27,25 +35,6 @@ class Network:
     radius: int = 1
     element: int = 2
     exact: int = 4
-
-
-@dataclass(frozen=True)
-class Machine:
-    """token: seconds of a training step for each token on one GPU. near, far: bytes a second that a
-    GPU sends within a host and to other hosts; around: bytes a second of copies before and after;
-    latency, far_latency: seconds of a message; host: GPUs of a host.
-
-    near: what NCCL's kernels reached between two H200s. around: fitted to what a step took there
-    beyond a GPU's own work (16.4 ms for four samples, strong scaling 10.1, one sample 5.5; of the
-    model: 16.5, 10.7, 5.5). Latencies, far and host are assumed."""
-
-    token: float
-    near: float = 160e9
-    around: float = 300e9
-    far: float = 50e9
-    latency: float = 20e-6
-    far_latency: float = 40e-6
-    host: int = 8
 
 
 def sent(net: Network, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dict[str, float]:
@@ -63,46 +52,24 @@ def sent(net: Network, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dic
     }
 
 
-def step(net: Network, machine: Machine, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dict[str, Any]:
-    """Return the predicted time of a step on a grid of tokens, and what it is made of."""
-    bytes_sent = sent(net, grid, slabs, batch)
-    rows = math.ceil(grid[0] / slabs)  # the slowest slab has the most planes
-    compute = machine.token * batch * rows * math.prod(grid[1:])
-    several = slabs > machine.host
-    speed = machine.far if several else machine.near
-    latency = machine.far_latency if several else machine.latency
+def step(net: Network, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dict[str, float]:
+    """Return the predicted seconds of a step on a grid of tokens, and what they are made of."""
+    planes = math.ceil(grid[0] / slabs)  # the slowest slab has the most
+    compute = TOKEN * batch * planes * math.prod(grid[1:])
+    speed, latency = (FAR, FAR_LATENCY) if slabs > HOST else (NEAR, LATENCY)
     # neighbours are on one host but for two; halo and States of a layer, both ways; MD-TPE
     messages = 4 * net.depth + 4 + 1 if slabs > 1 else 0
-    exchange = sum(bytes_sent.values()) * (1 / speed + 1 / machine.around) + messages * latency
-    even = machine.token * batch * math.prod(grid) / slabs
-    return {
-        "seconds": compute + exchange,
-        "compute": compute,
-        "exchange": exchange,
-        "imbalance": compute / even,
-        "efficiency": even / (compute + exchange),
-        "bytes": sum(bytes_sent.values()),
-        **bytes_sent,
-    }
+    exchange = sum(sent(net, grid, slabs, batch).values()) * (1 / speed + 1 / COPIES) + messages * latency
+    return {"seconds": compute + exchange, "compute": compute, "exchange": exchange}
 
 
-def predictions(net: Network, machine: Machine, gpus: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return predictions for grids that grow with the GPUs (weak), and for one grid (strong)."""
-    runs = []
-    for what in ("weak", "strong"):
-        for slabs in gpus:
-            rows = 128 * slabs if what == "weak" else 1024
-            cost = step(net, machine, (rows, 64, 64), slabs)
-            runs.append(
-                {
-                    "what": what,
-                    "gpus": slabs,
-                    "tokens": rows * 64 * 64,
-                    "step, ms": 1e3 * cost["seconds"],
-                    "efficiency": cost["efficiency"],
-                    "imbalance": cost["imbalance"],
-                    "exchange, ms": 1e3 * cost["exchange"],
-                    **{f"{k}, MB": cost[k] / 1e6 for k in ("attention", "local mixing", "MD-TPE", "gradients")},
-                }
-            )
+def predictions(gpus: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return predictions for grids that grow with the GPUs."""
+    net, runs = Network(), []
+    for slabs in gpus:
+        grid = (128 * slabs, 64, 64)
+        costs = step(net, grid, slabs)
+        megabytes = {f"{name}, MB": number / 1e6 for name, number in sent(net, grid, slabs).items()}
+        head = {"gpus": slabs, "step, ms": 1e3 * costs["seconds"], "exchange, ms": 1e3 * costs["exchange"]}
+        runs.append({**head, "efficiency": costs["compute"] / costs["seconds"], **megabytes})
     return runs

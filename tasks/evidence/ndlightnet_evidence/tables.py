@@ -10,27 +10,10 @@ from typing import Any
 Run = dict[str, Any]
 IDENTITY = ("row", "task", "seed", "fold")
 # what may be in a run's metrics.json, in the order of the columns
-MEASURES = (
-    "mean_dice",
-    "mean_hd95_mm",
-    "top1",
-    "balanced_accuracy",
-    "auc",
-    "ece",
-    "bits_per_byte",
-    "mse",
-    "mae",
-    "frechet",
-    "frechet_train",
-    "precision",
-    "recall",
-    "step_ms",
-    "latency_ms",
-    "train_seconds",
-    "padded_share",
-    "sampled_per_second",
-    "peak_memory_gb",
-)
+SCORES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy", "auc", "ece", "bits_per_byte", "mse", "mae")
+GENERATED = ("frechet", "frechet_train", "precision", "recall")
+COSTS = ("step_ms", "latency_ms", "train_seconds", "padded_share", "sampled_per_second", "peak_memory_gb")
+MEASURES = SCORES + GENERATED + COSTS
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -98,16 +81,14 @@ def summary(runs: Sequence[Run], rows: Sequence[str], measures: Sequence[str] = 
     done = [run for row in rows for run in of_row(runs, row)]
     # the recall of classifiers is a dictionary, with a number for each class
     columns = [m for m in measures if any(m in run and not isinstance(run[m], dict) for run in done)] or ["result"]
-    state = ["state"] if any(run.get("state_size") is not None for run in done) else []
     body = []
     for row in rows:
         if not (of_this := of_row(runs, row)):
             body.append([row, without(runs, row)])
             continue
-        cells = [row, millions(of_this[0]), *(cell(of_this[0].get("state_size")) for _ in state)]
-        cells += [spread(run.get(measure) for run in of_this) for measure in columns]
-        body.append([*cells, ", ".join(number(run.get(columns[0])) for run in of_this)])
-    return markdown(["", "parameters", *state, *columns, f"{columns[0]} per seed"], body)
+        values = [spread(run.get(measure) for run in of_this) for measure in columns]
+        body.append([row, millions(of_this[0]), *values, ", ".join(number(run.get(columns[0])) for run in of_this)])
+    return markdown(["", "parameters", *columns, f"{columns[0]} per seed"], body)
 
 
 def curves(runs: Sequence[Run], rows: Sequence[str], facts: Sequence[str] = ()) -> str:

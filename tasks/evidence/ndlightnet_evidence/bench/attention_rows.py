@@ -21,8 +21,7 @@ from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
 
 Shape = tuple[int, int]  # batch, length
 Grids = Sequence[tuple[int, ...]]
-MAIN: tuple[Shape, ...] = ((4, 16384), (1, 262144))
-ALSO: tuple[Shape, ...] = ((16, 4096), (1, 65536))
+SHAPES: tuple[Shape, ...] = ((4, 16384), (1, 262144))
 KINDS: tuple[Kind, ...] = ("rotary", "cosine")
 # tensors of q's size that must pass through memory: q, k, v, o; and q, k, v, dO, dq, dk, dv
 TENSORS = {"fwd": 4, "fwd+bwd": 11}
@@ -84,32 +83,27 @@ def make_position(bench: Bench, kind: Kind, shape: tuple[int, ...], heads: int, 
     return Position(bank.expand(heads, -1).contiguous(), shape, kind)
 
 
-def attention(bench: Bench, shapes: Sequence[Shape] = MAIN + ALSO, heads: int = 12, dim: int = 64) -> None:
-    """Time the main table. At the two main shapes also ndlightnet without a CUDA graph, and
-    torch.compile, which takes seconds a row."""
+def attention(bench: Bench, shapes: Sequence[Shape] = SHAPES, heads: int = 12, dim: int = 64) -> None:
+    """Time the main table; ndlightnet also without a CUDA graph, as its host allows."""
     causal = Contender("ours", lambda q, k, v: causal_attention(q, k, v, impl=bench.impl)[0])
     for (batch, length), direction in product(bench.some(shapes), PASSES):
-        case, main = partial(Case, batch=batch, length=length, heads=heads, dim=dim), (batch, length) not in ALSO
-        run, plain = ours(bench), compiled(rival_kernels.reference)
-        extras = [run._replace(graph=False), plain] if main else []
-        compare(bench, case("global"), direction, [run, *extras, _sdpa(length), TWO_SCANS, FLA_LINEAR])
+        case, run = partial(Case, batch=batch, length=length, heads=heads, dim=dim), ours(bench)
+        peers = [compiled(rival_kernels.reference), _sdpa(length), TWO_SCANS]
+        compare(bench, case("global"), direction, [run, run._replace(graph=False), *peers])
         for kind in KINDS:
             position = make_position(bench, kind, cube(length), heads, dim)
             run, plain = ours(bench, position), compiled(partial(rival_kernels.reference, position=position))
-            compare(bench, case(f"global, {kind}"), direction, [run, plain] if main else [run])
+            compare(bench, case(f"global, {kind}"), direction, [run, plain])
             if direction == "fwd+bwd":
                 compare(bench, case(f"global, {kind}, learnt angles"), direction, [run], position.theta)
-        run, plain = causal, compiled(rival_kernels.causal_chunks)
-        extras = [run._replace(graph=False), plain] if main else []
-        sdpa = _sdpa(length, causal=True)
-        compare(bench, case("causal"), direction, [run, *extras, sdpa, FLA_LIGHTNET, FLA_LINEAR])
+        contenders = [causal, causal._replace(graph=False), FLA_LIGHTNET, FLA_LINEAR]
+        compare(bench, case("causal"), direction, contenders)
 
 
-def _sdpa(length: int, causal: bool = False) -> Contender:
-    run: Callable[..., Any] = partial(rival_kernels.softmax, causal=causal)
+def _sdpa(length: int) -> Contender:
     if length > LONGEST_SOFTMAX:
-        run = rival_kernels.absent(f"quadratic: left out above {LONGEST_SOFTMAX} tokens")
-    return Contender("sdpa", run)
+        return Contender("sdpa", rival_kernels.absent(f"quadratic: left out above {LONGEST_SOFTMAX} tokens"))
+    return Contender("sdpa", rival_kernels.softmax)
 
 
 def figure(bench: Bench, lengths: Sequence[int] = LENGTHS, heads: int = 12, dim: int = 64) -> None:
@@ -142,21 +136,17 @@ def frames(bench: Bench, grid: tuple[int, ...] = (64, 32, 32), heads: int = 12, 
     """Time a video of 64 frames. The floor is that of attention over all tokens."""
     case = Case(f"axis-causal {' x '.join(map(str, grid))}", 1, math.prod(grid), heads, dim)
     tokens = math.prod(grid[1:])
-    rows: dict[str, dict[str, Any]] = {
-        "": {},
-        ", cosine": {"position": make_position(bench, "cosine", grid, heads, dim)},
-        f", window {WINDOW}": {"window": WINDOW},
-    }
+    cosine = {"position": make_position(bench, "cosine", grid, heads, dim)}
+    rows: dict[str, dict[str, Any]] = {"": {}, ", cosine": cosine, f", window {WINDOW}": {"window": WINDOW}}
 
     def axis_causal(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return axis_causal_attention(q, k, v, grid[0], impl=bench.impl, **options)[0]
 
-    for direction in PASSES:
+    for direction, (more, options) in product(PASSES, rows.items()):
         flex = rival_kernels.flex(lambda b, h, q, kv: q // tokens >= kv // tokens, case.length)
-        rivals = [ours(bench)._replace(who="global"), Contender("flex", flex)]
-        for more, options in rows.items():
-            contenders = [Contender("ours", partial(axis_causal, **options)), *([] if more else rivals)]
-            compare(bench, case._replace(row=case.row + more), direction, contenders)
+        rivals = [] if more else [Contender("flex", flex)]
+        contenders = [Contender("ours", partial(axis_causal, **options)), *rivals]
+        compare(bench, case._replace(row=case.row + more), direction, contenders)
 
 
 def packs(bench: Bench, name: str, shapes: Grids, heads: int = 12, dim: int = 64) -> None:
@@ -167,15 +157,15 @@ def packs(bench: Bench, name: str, shapes: Grids, heads: int = 12, dim: int = 64
     case = Case(f"{len(layout)} {name} volumes", 1, layout.length, heads, dim)
     cosine = make_position(bench, "cosine", shapes[0], heads, dim)._replace(layout=layout)
     sample = layout.sample_of_token(bench.device)
+    packed = partial(global_attention, layout=layout, impl=bench.impl)
 
     def dense(*qkv: Tensor) -> Tensor:
         out: Tensor = ours(bench).run(*(x.view(-1, each, *x.shape[2:]) for x in qkv))
-        return out.view(qkv[0].shape)
+        return out.reshape(qkv[0].shape)  # a view where the kernels wrote it
 
     for direction in PASSES:
         flex = rival_kernels.flex(lambda b, h, q, kv: sample[q] == sample[kv], layout.length)
-        rivals = [Contender("dense", dense), *([Contender("flex", flex)] if name == "small" else [])]
-        for more, position in (("", None), (", cosine", cosine)):
-            run = partial(global_attention, position=position, layout=layout, impl=bench.impl)
-            contenders = [Contender("ours", run), *([] if position else rivals)]
-            compare(bench, case._replace(row=case.row + more), direction, contenders)
+        rivals = [Contender("flex", flex)] if name == "small" else []
+        compare(bench, case, direction, [Contender("ours", packed), Contender("dense", dense), *rivals])
+        contender = Contender("ours", partial(packed, position=cosine))
+        compare(bench, case._replace(row=f"{case.row}, cosine"), direction, [contender])

@@ -14,18 +14,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ndlightnet.ops import State, attention_step, axis_scan, dense, instance_norm_silu, local_mixing, star
-from ndlightnet_evidence.bench import rival_kernels
-from ndlightnet_evidence.bench.attention_rows import make_position
+from ndlightnet_evidence.bench.attention_rows import compiled, make_position
 from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
-from ndlightnet_evidence.bench.timing import CALLS, Absent, Call, matmul_rate
+from ndlightnet_evidence.bench.timing import CALLS, Absent, Call
 
 # tensors of x's size that must pass through memory: x, y; and x, dy, dx
 TENSORS = {"fwd": 2, "fwd+bwd": 5}
-# multiply-adds a token, channel, axis and state: the state and its sum; with a backward pass the
-# state again, its adjoint, and the gradients of x, coefficients and decays
-RECURRENCE = {"fwd": 2, "fwd+bwd": 8}
-# or, in the Toeplitz form, matrix products a line, whatever the number of states: y; dx, dT
-TOEPLITZ = {"fwd": 1, "fwd+bwd": 3}
 LOCAL = (
     ("star", 4, (16384,), 768),
     ("star", 32, (56, 56), 384),
@@ -33,7 +27,7 @@ LOCAL = (
     ("star", 1, (16, 16, 16, 16), 384),
     ("dense", 1, (32, 32, 32), 384),
 )
-NORM = ((2, 32, (128, 128, 128)), (2, 64, (64, 64, 64)), (2, 256, (16, 16, 16)))
+NORM = (2, 32, 128, 128, 128)
 
 
 def random(bench: Bench, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -44,28 +38,26 @@ def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.requires_grad_() for x in tensors)
 
 
+def _inputs(
+    bench: Bench, tokens: tuple[int, ...], *weights: tuple[int, ...], residual: bool = False
+) -> tuple[Tensor, ...]:
+    """Draw tokens, weights, and perhaps a residual like the tokens."""
+    more = [random(bench, *tokens)] if residual else []
+    return leaves(random(bench, *tokens), *(random(bench, *w, dtype=torch.float32) for w in weights), *more)
+
+
 def tpe(
     bench: Bench, grid: tuple[int, ...] = (32, 64, 64), dim: int = 384, states: Sequence[int] = (16, 64, 128)
 ) -> None:
-    """Time MD-TPE at batch 1. Both ways with half the states each, as in the layer.
-
-    Two bounds from the arithmetic stand beside the floor: of the recurrence, in float32, and of the
-    Toeplitz form, on the matrix units.
-    """
-    vector, matrix = (matmul_rate(dtype, bench.device, bench.laps) for dtype in (torch.float32, torch.bfloat16))
+    """Time MD-TPE at batch 1. Both ways with half the states each, as in the layer."""
     for n, ways, direction in product(bench.some(states), (1, 2), PASSES):
         row = f"MD-TPE, {n} states, {'one way' if ways == 1 else 'both ways'}"
         case = Case(row, 1, math.prod(grid), 1, dim)
         contenders = [Contender("ours", partial(_scan, bench.impl))]
         if n == states[0] and ways == 1:  # compiling takes long
-            contenders.append(Contender("compile", rival_kernels.compiled(partial(_scan, "torch"))))
+            contenders.append(compiled(partial(_scan, "torch")))
         inputs = partial(_scan_inputs, bench, grid, dim, n // ways, ways)
         bench.compare(case, direction, contenders, inputs, TENSORS[direction] * case.numel() * 2)
-        sums = RECURRENCE[direction] * case.numel() * len(grid) * n
-        note = f"{vector / 1e12:.0f} TFLOP/s in float32"
-        bench.bound(case, direction, "recurrence bound", 2 * sums / vector, note)
-        sums = TOEPLITZ[direction] * case.numel() * sum(grid)
-        bench.bound(case, direction, "Toeplitz bound", 2 * sums / matrix, f"{matrix / 1e12:.0f} TFLOP/s in bf16")
 
 
 def _scan(impl: Any, x: Tensor, coef: Tensor, log_decay: Tensor, *reverse: Any) -> Tensor:
@@ -88,15 +80,11 @@ def local(bench: Bench, shapes: Sequence[tuple[str, int, tuple[int, ...], int]] 
         case = Case(f"{form}, {len(grid)} axes", batch, math.prod(grid), 1, dim)
         offsets = (star if form == "star" else dense)(len(grid), 1)
         floor = TENSORS[direction] * case.numel() * 2
-        inputs = partial(_local_inputs, bench, (batch, *grid, dim), len(offsets))
+        inputs = partial(_inputs, bench, (batch, *grid, dim), (len(offsets), dim))
         run = partial(local_mixing, offsets=offsets, impl=bench.impl)
         bench.compare(case, direction, [Contender("ours", run)], inputs, floor)
         prepare = partial(_convolution, bench, direction, (batch, dim, *grid))
         bench.measure(case, direction, "torch convolution", prepare, 1e3 * floor / bench.rate())
-
-
-def _local_inputs(bench: Bench, shape: tuple[int, ...], taps: int) -> tuple[Tensor, ...]:
-    return leaves(random(bench, *shape), random(bench, taps, shape[-1], dtype=torch.float32))
 
 
 def _convolution(bench: Bench, direction: str, shape: tuple[int, ...]) -> list[Call]:
@@ -108,21 +96,17 @@ def _convolution(bench: Bench, direction: str, shape: tuple[int, ...]) -> list[C
     return [CALLS[direction](partial(run, padding=1, groups=dim), inputs)]
 
 
-def norm(bench: Bench, shapes: Sequence[tuple[int, int, tuple[int, ...]]] = NORM) -> None:
+def norm(bench: Bench, shape: tuple[int, ...] = NORM) -> None:
     """Time instance norm and SiLU, as NDLightUNet's convolutions have it, without and with a residual."""
     # tensors of x's size: x, out; dout, x, dx. A residual r adds r; r, dr.
     tensors = {"fwd": (2, 3), "fwd+bwd": (5, 8)}
-    for (batch, channels, space), residual, direction in product(shapes, (False, True), PASSES):
-        case = Case("norm, residual, SiLU" if residual else "norm, SiLU", batch, math.prod(space), 1, channels)
-        inputs = partial(_norm_inputs, bench, (batch, channels, *space), residual)
+    for residual, direction in product((False, True), PASSES):
+        row = "norm, residual, SiLU" if residual else "norm, SiLU"
+        case = Case(row, shape[0], math.prod(shape[2:]), 1, shape[1])
+        inputs = partial(_inputs, bench, shape, *[shape[1:2]] * 2, residual=residual)
         run = partial(instance_norm_silu, impl=bench.impl)
         floor = tensors[direction][residual] * case.numel() * 2
         bench.compare(case, direction, [Contender("ours", run), Contender("torch", _torch_norm)], inputs, floor)
-
-
-def _norm_inputs(bench: Bench, shape: tuple[int, ...], residual: bool) -> tuple[Tensor, ...]:
-    affine = random(bench, 2, shape[1], dtype=torch.float32).unbind()
-    return leaves(random(bench, *shape), *affine, *([random(bench, *shape)] if residual else []))
 
 
 def _torch_norm(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -136,11 +120,9 @@ def decode(bench: Bench, batch: int = 64, heads: int = 12, dim: int = 64) -> Non
         case = Case(name, batch, 1, heads, dim)
         position = make_position(bench, "cosine", (1,), heads, dim) if rows > dim else None
         ours = Contender("ours", partial(_step, position=position, impl=bench.impl))
-        compiled = rival_kernels.compiled(partial(_step, position=position, impl="torch"))
-        contenders = [ours, ours._replace(graph=False), Contender("compile", compiled)]
         tokens, state = 4 * case.numel() * 2, batch * heads * dim * (2 + rows) * 4
         inputs = partial(_step_inputs, bench, batch, heads, rows, dim)
-        bench.compare(case, "fwd", contenders, inputs, tokens + 2 * state)
+        bench.compare(case, "fwd", [ours, ours._replace(graph=False)], inputs, tokens + 2 * state)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, *state: Tensor, **options: Any) -> Any:

@@ -8,15 +8,15 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ndlightnet_evidence import plots, runner
-from ndlightnet_evidence.bench.rows import PASSES, Bench, Cell
-from ndlightnet_evidence.tables import markdown
+from ndlightnet_evidence.bench.rows import PASSES, Bench
+from ndlightnet_evidence.tables import Run, of_records
 
 PACKAGES = ("torch", "triton", "ndlightnet", "fla-core", "flash-linear-attention")
 LINES = {
@@ -27,53 +27,45 @@ LINES = {
 }
 
 
-def table(cells: Sequence[Cell]) -> str:
+def table(cells: Sequence[Run]) -> str:
     """Return a Markdown table: a line for each row, shape and pass; a column for each contender, in
     multiples of the floor."""
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
-    columns: dict[str, None] = {}
+    lines: dict[tuple[str, ...], Run] = {}
     for cell in cells:
-        shape = (f"{cell.batch} x {cell.length}", f"{cell.heads} x {cell.dim}")
-        line = lines.setdefault((cell.row, *shape, cell.direction), {})
+        key = (cell["row"], f"{cell['batch']} x {cell['length']}", f"{cell['heads']} x {cell['dim']}", cell["pass"])
+        head = dict(zip(("row", "batch x length", "heads x dim", "pass"), key, strict=True))
+        line = lines.setdefault(key, head)
         # a second column where "ours" was also timed without a graph
-        who = f"{cell.who} eager" if cell.who in line else cell.who
-        columns[who] = None
-        line[who] = _text(cell)
-    head = ["row", "batch x length", "heads x dim", "pass", *columns]
-    return markdown(head, [[*key, *(line.get(who, "") for who in columns)] for key, line in lines.items()])
+        line[f"{cell['who']} eager" if cell["who"] in line else cell["who"]] = _text(cell)
+    return of_records([*lines.values()])
 
 
-def _text(cell: Cell) -> str:
-    if cell.ms is None:
+def _text(cell: Run) -> str:
+    if cell["ms"] is None:
         return "-"
-    ms = f"{cell.ms:.3g} ms" if cell.ms < 1000 else f"{cell.ms:.0f} ms"
-    if cell.over_floor is None or cell.who == "floor":
+    ms = f"{cell['ms']:.3g} ms" if cell["ms"] < 1000 else f"{cell['ms']:.0f} ms"
+    if cell["over_floor"] is None or cell["who"] == "floor":
         return ms
-    ratio = f"{cell.over_floor:.2f}x" if cell.over_floor < 10 else f"{cell.over_floor:.0f}x"
-    return f"{ms}, {ratio}" if cell.who == "ours" else ratio
+    ratio = f"{cell['over_floor']:.2f}x" if cell["over_floor"] < 10 else f"{cell['over_floor']:.0f}x"
+    return f"{ms}, {ratio}" if cell["who"] == "ours" else ratio
 
 
-def remarks(cells: Sequence[Cell]) -> list[str]:
+def remarks(cells: Sequence[Run]) -> list[str]:
     """Return the notes of all cells, each once; they also say why cells are empty."""
-    noted = [cell for cell in cells if cell.note and cell.who != "floor"]
-    return list(dict.fromkeys(f"{cell.who}: {cell.note}" for cell in noted))
+    noted = [cell for cell in cells if cell["note"] and cell["who"] != "floor"]
+    return list(dict.fromkeys(f"{cell['who']}: {cell['note']}" for cell in noted))
 
 
 def versions() -> dict[str, str | None]:
-    numbers: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in PACKAGES:
-        try:
-            numbers[package] = version(package)
-        except PackageNotFoundError:
-            numbers[package] = None
-    return numbers
+    installed = {package.name: package.version for package in distributions()}
+    head = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    return {**head, **{name: installed.get(name) for name in PACKAGES}}
 
 
 def write(bench: Bench, folder: Path) -> None:
     """Write bench.csv and bench.json: the same cells; the JSON also says where and when."""
     folder.mkdir(parents=True, exist_ok=True)
-    records = [cell.record() for cell in bench.cells]
-    runner.write_csv(folder / "bench.csv", records)
+    runner.write_csv(folder / "bench.csv", bench.cells)
     content: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": runner.commit(),
@@ -84,20 +76,19 @@ def write(bench: Bench, folder: Path) -> None:
         "versions": versions(),
         "seconds": time.monotonic() - bench.start,
         "facts": bench.facts,
-        "cells": records,
+        "cells": bench.cells,
     }
     (folder / "bench.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def draw(cells: Sequence[Cell], path: Path) -> None:
+def draw(cells: Sequence[Run], path: Path) -> None:
     """Draw milliseconds over length, both on logarithmic axes, with a panel for each pass."""
     panels = []
-    for direction in PASSES:
+    for direction, title in PASSES.items():
         lines = {}
         for who, label in LINES.items():
-            of_row = [c for c in cells if c.direction == direction and c.who == who and c.ms is not None]
-            points = sorted((c.length, c.ms) for c in of_row)
-            if points:
+            of_row = [c for c in cells if (c["pass"], c["who"]) == (direction, who) and c["ms"] is not None]
+            if points := sorted((c["length"], c["ms"]) for c in of_row):
                 lines[label] = plots.Line([n for n, _ in points], torch.tensor([[ms for _, ms in points]]))
-        panels.append(plots.Panel("tokens", lines, PASSES[direction], "ms", base=2, ylog=True))
+        panels.append(plots.Panel("tokens", lines, title, "ms", base=2, ylog=True))
     plots.draw(path, panels)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from ndlightnet.nn.mixers.base import default_heads
-from ndlightnet.ops import Position, causal_attention
+from ndlightnet.ops import Position
 from ndlightnet.ops.position import key_features, query_features
 from ndlightnet.ops.recurrence import wkv
 from ndlightnet_evidence.bench.timing import Absent
@@ -31,10 +31,10 @@ def absent(why: str) -> Callable[..., Any]:
 
 
 # ------------------------------------------------------------------------------------------ torch
-def softmax(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
+def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute quadratic attention, with the kernel that torch chooses."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+    return scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, position: Position | None = None) -> Tensor:
@@ -45,11 +45,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor, position: Position | None = None)
         keys = torch.cat([keys] * (factors.shape[-1] // keys.shape[-1]), -1) * factors
     memory = torch.einsum("blhr,blhd->bhrd", keys.to(v.dtype), v)
     return torch.einsum("blhr,bhrd->blhd", queries.to(q.dtype), memory)
-
-
-def causal_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute Eq. 5 by ndlightnet's chunked torch form: no shorter form fits in memory."""
-    return causal_attention(q, k, v, impl="torch")[0]
 
 
 def compiled(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Cases, contenders and cells of the benchmark, and the class that times them."""
+"""Cases and contenders of the benchmark, and the class that times them and keeps their cells."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ndlightnet_evidence.bench.timing import CALLS, Absent, Call, Timing, copy_rate, reason, time_calls
+from ndlightnet_evidence.tables import Run
 
 PASSES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
 MAX_SETS = 16
@@ -40,32 +42,13 @@ class Contender(NamedTuple):
     graph: bool = True
 
 
-class Cell(NamedTuple):
-    """One line of the CSV. over_floor: ms / the floor's ms. note: also why there is no time."""
-
-    group: str
-    row: str
-    batch: int
-    length: int
-    heads: int
-    dim: int
-    direction: str  # "pass" in the files
-    who: str
-    ms: float | None
-    over_floor: float | None
-    mode: str
-    note: str
-
-    def record(self) -> dict[str, Any]:
-        return {("pass" if k == "direction" else k): v for k, v in self._asdict().items()}
-
-
 @dataclass
 class Bench:
     """Timer of all rows, which stores their cells.
 
     impl: `impl` of ndlightnet's functions. quick: fewer shapes and repetitions. minutes: after so
     many, peers whose first call compiles and tunes are left out. save: called after each row.
+    cells: lines of the CSV. "over_floor" is ms / the floor's ms; "note" also says why there is no time.
     """
 
     device: torch.device
@@ -74,7 +57,7 @@ class Bench:
     minutes: float = 1e9
     save: Callable[[Bench], None] = lambda bench: None
     group: str = ""
-    cells: list[Cell] = field(default_factory=list)
+    cells: list[Run] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)  # device type -> bytes a second
     start: float = field(default_factory=time.monotonic)
@@ -107,16 +90,16 @@ class Bench:
         floor_bytes: the bytes that have to be read and written at least.
         """
         sets = [inputs()]
-        floor = Timing(1e3 * floor_bytes / self.rate(), "", f"{floor_bytes / 1e6:.1f} MB")
-        self._keep(case, direction, "floor", floor, floor.ms)
+        floor = 1e3 * floor_bytes / self.rate()
+        self._keep(case, direction, "floor", Timing(floor, "", f"{floor_bytes / 1e6:.1f} MB"), floor)
         sets += [inputs() for _ in range(_sets(sets[0]) - 1)]
+
+        def prepare(run: Callable[..., Any]) -> list[Call]:
+            return [CALLS[direction](run, tensors) for tensors in sets]
+
         times: dict[str, float | None] = {}
         for who, run, graph in contenders:
-
-            def prepare(run: Callable[..., Any] = run) -> list[Call]:
-                return [CALLS[direction](run, tensors) for tensors in sets]
-
-            ms = self.measure(case, direction, who, prepare, floor.ms, graph)
+            ms = self.measure(case, direction, who, partial(prepare, run), floor, graph)
             times.setdefault(who, ms)
         self.save(self)
         return times
@@ -133,11 +116,8 @@ class Bench:
         """Time one cell. prepare: returns the calls to time; it may raise, and so may the calls."""
         minutes = (time.monotonic() - self.start) / 60
         shape = f"{case.batch} x {case.length}, {case.heads} x {case.dim}"
-        print(
-            f"[{60 * minutes:5.0f} s] {self.group}: {case.row}, {shape}, {direction}, {who}",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"[{60 * minutes:5.0f} s] {self.group}: {case.row}, {shape}, {direction}, {who}"
+        print(line, file=sys.stderr, flush=True)
         try:
             if minutes > self.minutes and who not in ("ours", "sdpa"):
                 raise Absent(f"left out after {self.minutes:g} minutes (--minutes)")
@@ -153,13 +133,8 @@ class Bench:
 
     def _keep(self, case: Case, direction: str, who: str, timing: Timing, floor: float | None) -> None:
         over = timing.ms / floor if timing.ms is not None and floor else None
-        values = (timing.ms, over, timing.mode, timing.note)
-        self.cells.append(Cell(self.group, *case, direction, who, *values))
-
-    def bound(self, case: Case, direction: str, who: str, seconds: float, note: str) -> None:
-        """Add a time that follows from the arithmetic, beside the floor of the row before."""
-        floor = next(c.ms for c in reversed(self.cells) if c.who == "floor")
-        self._keep(case, direction, who, Timing(1e3 * seconds, "", note), floor)
+        times = {"ms": timing.ms, "over_floor": over, "mode": timing.mode, "note": timing.note}
+        self.cells.append({"group": self.group, **case._asdict(), "pass": direction, "who": who, **times})
 
 
 def _sets(tensors: tuple[Tensor, ...]) -> int:

@@ -132,12 +132,3 @@ def copy_rate(device: torch.device, laps: int = 7) -> float:
     ms = time_calls([lambda: torch.add(source, 1, out=target)], device, laps=laps).ms
     assert ms
     return 2 * source.nbytes / ms * 1e3
-
-
-def matmul_rate(dtype: torch.dtype, device: torch.device, laps: int = 7) -> float:
-    """Return the operations a second (multiply and add: two) of a large matrix product."""
-    size = 8192 if device.type == "cuda" else 256
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    ms = time_calls([lambda: a @ b], device, laps=laps).ms
-    assert ms
-    return 2 * size**3 / ms * 1e3
