@@ -234,6 +234,14 @@ class NDLightNet(Pretrained, Large):
         `forward`. See ndlightnet.pack, which a DataLoader can use without the network.
         """
         self._check_stem("pack")
+        samples = list(samples.unbind() if isinstance(samples, Tensor) else samples)
+        cells = self.vocab_size is None
+        ndim, form = 1, "words (length,)"
+        if cells:
+            ndim, form = self.dims + 1, f"(in_chans={self.in_chans}, *space) with {self.dims} axes"
+        for i, x in enumerate(samples):
+            if isinstance(x, Tensor) and (x.ndim != ndim or (cells and x.shape[0] != self.in_chans)):
+                raise ValueError(f"samples[{i}] {tuple(x.shape)}: expected {form}")
         return pack(samples, self.embed.patch if isinstance(self.embed, Patchify) else None)
 
     @overload
@@ -290,9 +298,13 @@ class NDLightNet(Pretrained, Large):
     def _check_packed(self, packed: Packed, mask: Tensor | None) -> None:
         self._check_stem("packed samples")
         x, layout = packed.values, packed.layout
-        width = (self.embed.proj.in_features,) if isinstance(self.embed, Patchify) else ()
+        width: tuple[int, ...] = ()
+        source = "patch_size=None, from words"
+        if isinstance(self.embed, Patchify):
+            width = (self.embed.proj.in_features,)
+            source = f"the network's patch_size={self.embed.patch}, from samples of in_chans={self.in_chans}"
         if tuple(x.shape) != (layout.length, *width) or layout.ndim != self.dims:
-            expected = f"{(layout.length, *width)} with {self.dims}; pack with the network's patch_size"
+            expected = f"{(layout.length, *width)} with {self.dims}; pack with {source}"
             raise ValueError(f"packed samples {tuple(x.shape)} with {layout.ndim} axes: expected {expected}")
         check_not_wider(self, values=x)
         if mask is not None:
@@ -466,6 +478,18 @@ class NDLightNet(Pretrained, Large):
         return features if pre_logits else self.head(features)
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
+        """Return logits (batch, num_classes), from the mean over tokens, with num_classes=0 that mean, (batch,
+        embed_dim); of a language model those of each token, (batch, length, vocab_size), of its packs (length,
+        vocab_size).
+
+        Args:
+            x: floats (batch, in_chans, *space), of any size; token numbers (batch, length), int64 or int32; or samples
+                of different sizes from `pack`.
+            mask: bool (batch, *space), for token numbers (batch, length), False = padding: each sample gets what it
+                gets alone. None: no padding. Packs take none.
+
+        Raises ValueError for other shapes and dtypes, TypeError for what is no tensor.
+        """
         if isinstance(x, Boxed):
             raise ValueError("boxes: expected whole samples, or forward_features of the boxes")
         return self.forward_head(self.forward_features(x, mask), mask=mask)
