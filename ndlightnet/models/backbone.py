@@ -236,11 +236,9 @@ class NDLightNet(Pretrained, Large):
         self._check_stem("pack")
         samples = list(samples.unbind() if isinstance(samples, Tensor) else samples)
         cells = self.vocab_size is None
-        ndim, form = 1, "words (length,)"
-        if cells:
-            ndim, form = self.dims + 1, f"(in_chans={self.in_chans}, *space) with {self.dims} axes"
+        form = f"(in_chans={self.in_chans}, *space) with {self.dims} axes" if cells else "words (length,)"
         for i, x in enumerate(samples):
-            if isinstance(x, Tensor) and (x.ndim != ndim or (cells and x.shape[0] != self.in_chans)):
+            if isinstance(x, Tensor) and (x.ndim != self.dims + cells or (cells and x.shape[0] != self.in_chans)):
                 raise ValueError(f"samples[{i}] {tuple(x.shape)}: expected {form}")
         return pack(samples, self.embed.patch if isinstance(self.embed, Patchify) else None)
 
@@ -298,13 +296,11 @@ class NDLightNet(Pretrained, Large):
     def _check_packed(self, packed: Packed, mask: Tensor | None) -> None:
         self._check_stem("packed samples")
         x, layout = packed.values, packed.layout
-        width: tuple[int, ...] = ()
-        source = "patch_size=None, from words"
-        if isinstance(self.embed, Patchify):
-            width = (self.embed.proj.in_features,)
-            source = f"the network's patch_size={self.embed.patch}, from samples of in_chans={self.in_chans}"
+        width = (self.embed.proj.in_features,) if isinstance(self.embed, Patchify) else ()
         if tuple(x.shape) != (layout.length, *width) or layout.ndim != self.dims:
-            expected = f"{(layout.length, *width)} with {self.dims}; pack with {source}"
+            patch = getattr(self.embed, "patch", None)
+            how = f"with the network's patch_size={patch}, of in_chans={self.in_chans}" if width else "words"
+            expected = f"{(layout.length, *width)} with {self.dims}; pack {how}"
             raise ValueError(f"packed samples {tuple(x.shape)} with {layout.ndim} axes: expected {expected}")
         check_not_wider(self, values=x)
         if mask is not None:
@@ -478,13 +474,11 @@ class NDLightNet(Pretrained, Large):
         return features if pre_logits else self.head(features)
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
-        """Return logits (batch, num_classes), from the mean over tokens, with num_classes=0 that mean, (batch,
-        embed_dim); of a language model those of each token, (batch, length, vocab_size), of its packs (length,
-        vocab_size).
+        """Return logits (batch, num_classes) of the mean over tokens, with num_classes=0 that mean (batch, embed_dim);
+        of a language model (batch, length, vocab_size), of its packs (length, vocab_size).
 
         Args:
-            x: floats (batch, in_chans, *space), of any size; token numbers (batch, length), int64 or int32; or samples
-                of different sizes from `pack`.
+            x: floats (batch, in_chans, *space) of any size; token numbers (batch, length), int64 or int32; or a pack.
             mask: bool (batch, *space), for token numbers (batch, length), False = padding: each sample gets what it
                 gets alone. None: no padding. Packs take none.
 
