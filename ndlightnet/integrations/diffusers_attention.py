@@ -14,7 +14,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor, AttnP
 from torch import Tensor, nn
 
 from ndlightnet.integrations.diffusers import NAME, LightNetAttnProcessor, refused
-from ndlightnet.integrations.replace import Options, Refusal, Replacement, projections
+from ndlightnet.integrations.replace import ALREADY, Options, Refusal, Replacement, projections
 from ndlightnet.integrations.tokens import HiddenStatesMixer
 
 PLAIN = (AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor)  # compute one and the same function
@@ -40,6 +40,8 @@ def known(module: nn.Module) -> bool:
 
 def replacement(name: str, module: nn.Module, model: nn.Module, options: Options) -> Replacement | Refusal:
     processor: Any = getattr(module, "processor", None)
+    if isinstance(processor, LightNetAttnProcessor):
+        return Refusal(ALREADY)
     plain = type(module) is Attention and type(processor) in PLAIN
     if options.mixer is not None:
         return _mixer(module, plain, options)

@@ -181,7 +181,11 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
         except ValueError as error:
             return Refusal(str(error))
     else:
-        grid, prefix = _grid(name, model, options)
+        grid, prefix = _grid(name, model)
+        if grid is None:
+            grid, prefix = options.grid, options.prefix or prefix
+        elif reason := options.contradiction(grid, prefix):
+            return Refusal(reason)
         block = SABlock(*sizes, causal=old.causal, grid=grid, prefix=prefix, **common)
     without = WEIGHTS_DROPOUT if old.drop_weights.p else ""
     return options.replacement(block, block.tokens, _projections(old), without)
@@ -234,8 +238,8 @@ def _projections(old: Any) -> Projections:
     return projections(q=old.to_q, k=old.to_k, v=old.to_v, o=old.out_proj)
 
 
-def _grid(name: str, model: nn.Module, options: Options) -> tuple[Shape | None, int]:
-    """Return the grid of the tokens, and the number of tokens in front of it."""
+def _grid(name: str, model: nn.Module) -> tuple[Shape | None, int]:
+    """Return the grid of the tokens, if the network knows it, and the number of tokens in front of it."""
     prefix = 0
     for outer in around(name, model):
         if isinstance(outer, vit.ViT):
@@ -245,7 +249,7 @@ def _grid(name: str, model: nn.Module, options: Options) -> tuple[Shape | None, 
         if isinstance(outer, vitautoenc.ViTAutoEnc):
             pairs = zip(outer.img_size, outer.patch_size, strict=True)
             return tuple(size // patch for size, patch in pairs), prefix
-    return options.grid, options.prefix or prefix
+    return None, prefix
 
 
 def _name(mixer: nn.Module) -> str:

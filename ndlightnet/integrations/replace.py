@@ -14,7 +14,7 @@ ones. A library's file is imported if the network has a module of that library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.integrations.tokens import TokenMixer
-from ndlightnet.nn.mixers.base import Named
+from ndlightnet.nn.mixers.base import Mixer, Named
+from ndlightnet.nn.multihead import MultiheadAttention
 
 LIBRARIES = {
     "torch": "ndlightnet.integrations.torch_attention",
@@ -61,6 +62,7 @@ WEIGHTS_DROPOUT = "dropout of attention weights"
 UNKNOWN = Refusal("not a layer that replace_attention knows")
 FIRST = "expected replace_attention first, then peft"
 AROUND = Refusal(f"peft's, around a layer: {FIRST}")
+ALREADY = "it has ndlightnet's attention already"
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,13 @@ class Options:
         """Return the Replacement by a layer that has the mixer `tokens`. without: what of the old
         layer it leaves out, "" for nothing."""
         return Replacement(new, tokens.what() + self.begin(tokens.mixer, old), tuple(filter(None, without)))
+
+    def contradiction(self, grid: Sequence[int], prefix: int) -> str:
+        """Return how the grid and prefix asked for differ from those that a network knows, "" if they agree."""
+        if (self.grid is None or tuple(self.grid) == tuple(grid)) and self.prefix in (0, prefix):
+            return ""
+        arguments = f"grid={self.grid}, prefix={self.prefix}"
+        return f"its network has a grid {tuple(grid)} and prefix {prefix}, and {arguments} were given"
 
     def begin(self, new: nn.Module, old: Projections) -> str:
         """With start="weights", copy weights and biases to the projections q_proj, k_proj, v_proj and o_proj or
@@ -199,8 +208,11 @@ def replace_attention(
         without = f"; without its {', '.join(answer.without)}" if answer.without else ""
         report.replaced[name] = f"{_kind(module)} -> {answer.what}{shared}{without}"
     if not new:
-        reasons = ", ".join(sorted(set(report.left.values()))) or "it has no attention layers"
-        raise ValueError(f"model: found nothing to replace in {_kind(model)}: {reasons}")
+        reasons = sorted(set(report.left.values()))
+        if any(isinstance(module, Mixer | MultiheadAttention) for module in model.modules()):
+            reasons.append(ALREADY)
+        reason = ", ".join(reasons) or "it has no attention layers"
+        raise ValueError(f"model: found nothing to replace in {_kind(model)}: {reason}")
     apart = [name for name in report.left if not switches.keys().isdisjoint(around(name, model))]
     if apart and where is not None:
         raise ValueError(

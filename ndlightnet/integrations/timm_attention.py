@@ -120,9 +120,8 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
     network_grid, prefix = _grid(name, model)
     if network_grid is None:
         prefix = options.prefix
-    elif grid not in (None, network_grid()) or options.prefix not in (0, prefix):
-        arguments = f"grid={grid}, prefix={options.prefix}"
-        return Refusal(f"its network has a grid {network_grid()} and prefix {prefix}, and {arguments} were given")
+    elif reason := options.contradiction(network_grid(), prefix):
+        return Refusal(reason)
     else:
         grid = network_grid
     biases: Any = {"qkv_bias": old.qkv.bias is not None, "proj_bias": old.proj.bias is not None}

@@ -79,6 +79,8 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
     # the tokens of masked pretraining fill no grid
     if grid is None and not any("PreTraining" in type(outer).__name__ for outer in around(name, model)):
         prefix, grid = PREFIX.get(type(module).__name__, 0), _grid(module)
+        if grid is not None and (reason := options.contradiction(grid, prefix)):
+            return Refusal(reason)
     tokens = options.tokens(
         old["q"].in_features,
         _heads(module),

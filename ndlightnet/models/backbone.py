@@ -234,6 +234,12 @@ class NDLightNet(Pretrained, Large):
         `forward`. See ndlightnet.pack, which a DataLoader can use without the network.
         """
         self._check_stem("pack")
+        samples = list(samples.unbind() if isinstance(samples, Tensor) else samples)
+        cells = self.vocab_size is None
+        form = f"(in_chans={self.in_chans}, *space) with {self.dims} axes" if cells else "words (length,)"
+        for i, x in enumerate(samples):
+            if isinstance(x, Tensor) and (x.ndim != self.dims + cells or (cells and x.shape[0] != self.in_chans)):
+                raise ValueError(f"samples[{i}] {tuple(x.shape)}: expected {form}")
         return pack(samples, self.embed.patch if isinstance(self.embed, Patchify) else None)
 
     @overload
@@ -292,7 +298,9 @@ class NDLightNet(Pretrained, Large):
         x, layout = packed.values, packed.layout
         width = (self.embed.proj.in_features,) if isinstance(self.embed, Patchify) else ()
         if tuple(x.shape) != (layout.length, *width) or layout.ndim != self.dims:
-            expected = f"{(layout.length, *width)} with {self.dims}; pack with the network's patch_size"
+            patch = getattr(self.embed, "patch", None)
+            how = f"with the network's patch_size={patch}, of in_chans={self.in_chans}" if width else "words"
+            expected = f"{(layout.length, *width)} with {self.dims}; pack {how}"
             raise ValueError(f"packed samples {tuple(x.shape)} with {layout.ndim} axes: expected {expected}")
         check_not_wider(self, values=x)
         if mask is not None:
@@ -466,6 +474,16 @@ class NDLightNet(Pretrained, Large):
         return features if pre_logits else self.head(features)
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
+        """Return logits (batch, num_classes) of the mean over tokens, with num_classes=0 that mean (batch, embed_dim);
+        of a language model (batch, length, vocab_size), of its packs (length, vocab_size).
+
+        Args:
+            x: floats (batch, in_chans, *space) of any size; token numbers (batch, length), int64 or int32; or a pack.
+            mask: bool (batch, *space), for token numbers (batch, length), False = padding: each sample gets what it
+                gets alone. None: no padding. Packs take none.
+
+        Raises ValueError for other shapes and dtypes, TypeError for what is no tensor.
+        """
         if isinstance(x, Boxed):
             raise ValueError("boxes: expected whole samples, or forward_features of the boxes")
         return self.forward_head(self.forward_features(x, mask), mask=mask)

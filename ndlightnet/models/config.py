@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from ndlightnet.layout.spelling import did_you_mean
 from ndlightnet.nn.block import init_network, undecayed_names
 from ndlightnet.nn.initial import Initialized, reset
 from ndlightnet.nn.mixers.names import described, jsonable
@@ -118,6 +119,10 @@ def recorded(init: Init) -> Init:
     def placed(self: Any, *args: Any, device: Any = None, dtype: Any = None, **more: Any) -> None:
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype={dtype!r}: expected a torch.dtype, such as torch.float32")
+        for name in more:
+            if name not in full.parameters:
+                network, names = init.__qualname__.split(".")[0], list(full.parameters)[1:]
+                raise TypeError(f"{network} has no argument {name}{did_you_mean(name, names)}")
         with nullcontext() if device is None else torch.device(device):
             init(self, *args, **more)
         if dtype is not None:

@@ -140,6 +140,9 @@ class NDLightUNet(Pretrained, Large):
 
     Inputs may have any size: where strides do not divide it, it is padded before, cropped after. That holds for an
     exported network as well, with sizes as in NDLightNet and two cells or more along each axis of the coarsest level.
+
+    There are no masks: padding would count in norms, convolutions and attention. Where samples have different sizes,
+    give them one at a time, or crops of one size, and leave what pads a crop out of the loss.
     """
 
     adapts_channels = True

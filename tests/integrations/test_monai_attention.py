@@ -72,7 +72,7 @@ def test_whole_swin_blocks(close):
     net(torch.randn(1, 1, 64, 96)).sum().backward()
     for name, parameter in net.swinViT.layers1.named_parameters():
         assert parameter.grad is not None, name
-    with pytest.raises(ValueError, match="found nothing to replace in monai SwinUNETR"):
+    with pytest.raises(ValueError, match="found nothing to replace in monai SwinUNETR: it has ndlightnet's attention"):
         replace_attention(net)
 
 
@@ -87,6 +87,13 @@ def test_networks_that_know_their_grid_and_those_that_do_not():
     net = vit()
     assert "a grid (2, 4) behind 1 token" in str(replace_attention(net, grid=(2, 4)))
     assert net(torch.randn(1, 1, 32, 64))[0].shape == (1, 2)
+
+
+@pytest.mark.parametrize("options", [{"grid": (3, 3, 3)}, {"prefix": 1}])
+def test_another_grid_than_the_networks_is_refused(options):
+    with pytest.raises(ValueError, match=r"its network has a grid \(2, 2, 2\) and prefix 0, and grid="):
+        replace_attention(unetr(), **options)
+    assert len(replace_attention(unetr(), grid=[2, 2, 2]).replaced) == 12
 
 
 def test_spatial_attention_of_a_diffusion_autoencoder(close):

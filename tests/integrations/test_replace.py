@@ -48,7 +48,11 @@ def test_all_are_replaced_and_reported():
         f"  1: {report.left['1']}",
     ]
     assert "SoftAttention, not a layer that replace_attention knows" in report.left["1"]
-    with pytest.raises(ValueError, match="found nothing to replace in torch Sequential"):
+    with pytest.raises(ValueError, match=r"torch Sequential: .*knows, it has ndlightnet's attention already$"):
+        replace_attention(net)
+    net = encoder(1)
+    replace_attention(net, mixers.GLA)
+    with pytest.raises(ValueError, match=r"TransformerEncoder: it has ndlightnet's attention already"):
         replace_attention(net)
 
 

@@ -163,7 +163,7 @@ def test_device_and_dtype():
     assert torch.get_default_dtype() == torch.float32 and torch.empty(0).device.type == "cpu"
     assert "device" not in inspect.signature(NDLightNet).parameters  # no option of YAML
     assert "device" not in net.config and "dtype" not in net.config
-    with pytest.raises(TypeError, match="devise"):
+    with pytest.raises(TypeError, match=r"^NDLightNet has no argument devise; did you mean device\?$"):
         NDLightNet(2, devise="meta")
 
 
@@ -235,10 +235,29 @@ def test_both_names_are_an_error(make):
     ):
         with pytest.raises(ValueError, match=message):
             make(*args, **options)
-    with pytest.raises(TypeError, match="in_channel'"):
+    with pytest.raises(TypeError, match=r"^NDLight\w+ has no argument in_channel; did you mean in_chan\w+\?$"):
         make(2, in_channel=1)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'dims'"):
         make(in_channels=1)
+
+
+@pytest.mark.parametrize(
+    "make, name, message",
+    [
+        (NDLightNet, "num_class", "; did you mean num_classes?"),
+        (NDLightUNet, "nhead", "; expected one of causal, convs, "),
+        (NDLightDiT, "num_layers", "; did you mean depth?"),
+        (Forecaster, "decoder_dept", "; did you mean decoder_depth?"),
+    ],
+)
+def test_a_misspelt_argument_is_named(make, name, message):
+    class Derived(make):
+        pass
+
+    for kind in (make, Derived):
+        with pytest.raises(TypeError) as caught:
+            kind(2, **{name: 3})
+        assert str(caught.value).startswith(f"{make.__name__} has no argument {name}{message}")
 
 
 def test_a_bundle_of_monai_has_its_names():

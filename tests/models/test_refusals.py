@@ -85,6 +85,8 @@ INPUTS = [
     (image, (zeros(1, 3, 8, 8), ONES[:, None]), r"mask \(1, 1, 8, 8\) torch.bool: expected bool"),
     (stem, (zeros(1, 3, 8, 8), ONES), "mask: expected none with stem_blocks, which mix cells"),
     (stem, (pack([zeros(3, 8, 8)], 4),), "packed samples: expected none with stem_blocks"),
+    (image, (pack([zeros(1, 8, 8)], 4),), r"^packed samples \(4, 16\) .*patch_size=\(4, 4\), of in_chans=3$"),
+    (words, (pack([zeros(1, 8)], 4),), r"^packed samples \(2, 4\) .* pack words$"),
     (image, (pack([zeros(3, 8, 8).double()], 4),), "^values .* torch.float64: expected torch.float32"),
     (words, (zeros(1, 7),), r"^input .*: expected token numbers \(batch, length\), integers: int64 or int32"),
     (words, (zeros(1, 7, dtype=torch.uint8),), "^input .*: expected token numbers"),
@@ -115,6 +117,9 @@ def test_wrong_inputs(make, inputs, message):
 def test_methods_that_a_network_cannot_offer():
     calls = [
         (lambda: stem().pack([zeros(3, 8, 8)]), "pack: expected none with stem_blocks"),
+        (lambda: image().pack([zeros(3, 8, 8), zeros(1, 8, 8)]), r"^samples\[1\] \(1, 8, 8\): .*\(in_chans=3, \*sp"),
+        (lambda: image().pack([zeros(3, 8)]), r"^samples\[0\] \(3, 8\): .* with 2 axes"),
+        (lambda: words().pack([zeros(3, 8)]), r"^samples\[0\] \(3, 8\): expected words \(length,\)"),
         (lambda: stem().set_input_size(patch_size=2), "not with stem_blocks"),
         (lambda: words().set_input_size(32), "not of words"),
         (lambda: image().init_state(2), "causal=False: expected a causal network"),
