@@ -26,6 +26,7 @@ from ndlightnet.training import (
     GenerationTask,
     ImageFolders,
     ImageTask,
+    LabelledData,
     PretrainTask,
     SegmentationTask,
     SignalTask,
@@ -46,8 +47,12 @@ BASES = {
     "volumes": "hippocampus",
 }
 OVERLAYS = [file for folder in BASES for file in sorted((ROOT / f"tasks/evidence/configs/{folder}").glob("*.yaml"))]
-# of configs that end in these words: the command, which takes the data of others, too
-ANY = {"gen": "image_gen", "pretrain": "pretrain"}
+# of each command: its task and the class that its data must have; a config's is the first whose class its data have
+PAIRS = sorted(
+    ((_load(door.task), _load(door.data)) for door in DOORS.values()), key=lambda pair: -len(pair[1].__mro__)
+)
+# of configs that end in these words: the task, for any of the labelled data
+ANY = {"gen": GenerationTask, "pretrain": PretrainTask}
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 
 
@@ -62,17 +67,11 @@ def class_of(path: str) -> type:
     return getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2])
 
 
-def command(config: Path) -> tuple[type, type]:
-    """The task of a config and the class that its data must have: of the commands that take its data, the one for the
-    narrowest class."""
+@each_config
+def test_a_command_takes_the_data_of_a_config(config):
     data = class_of(yaml.safe_load(config.read_text())["data"]["class_path"])
-    name = ANY.get(config.stem.rsplit("_")[-1])
-    pairs = [(_load(door.task), _load(door.data)) for key, door in DOORS.items() if name in (None, key)]
-    pairs = [pair for pair in pairs if issubclass(data, pair[1])]
-    assert pairs, (
-        f"{config.name}: no command takes {data.__name__}; a folder of ndlightnet/training names it in COMMANDS"
-    )
-    return max(pairs, key=lambda pair: len(pair[1].__mro__))
+    taken = any(issubclass(data, pair[1]) for pair in PAIRS)
+    assert taken, f"{config.name}: no folder of ndlightnet/training names a command for {data.__name__} in COMMANDS"
 
 
 @pytest.fixture
@@ -80,9 +79,13 @@ def build(tmp_path, monkeypatch):
     """build(config, *overrides): the command line with its model, data and trainer, not run."""
 
     def command_line(config: Path, *overrides: str) -> TaskCLI:
+        data = class_of(yaml.safe_load(config.read_text())["data"]["class_path"])
+        pair = next(pair for pair in PAIRS if issubclass(data, pair[1]))
+        task = ANY.get(config.stem.rsplit("_")[-1])
         args = ["--config", str(config), f"--trainer.default_root_dir={tmp_path / 'out'}"]
         monkeypatch.setattr(sys, "argv", ["task.py"])
-        return TaskCLI(*command(config), run=False, args=[*args, "--trainer.accelerator=cpu", *overrides])
+        pair = pair if task is None else (task, LabelledData)
+        return TaskCLI(*pair, run=False, args=[*args, "--trainer.accelerator=cpu", *overrides])
 
     return command_line
 
