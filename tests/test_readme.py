@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ndlightnet.__main__ import DOORS
 from ndlightnet.data.signal.recordings import read_recordings
+from ndlightnet.nn import mixers
 
 ROOT = Path(__file__).parents[1]
 ROOM_NAMES = ("", "ndlightnet", "ndlightnet/integrations", "kernels", "tasks", "configs")
@@ -88,10 +90,25 @@ def test_the_pictures_config_is_one(tmp_path):
 def test_the_first_page_is_short_and_has_a_door_for_each_kind_of_data():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150 and len(text.split()) <= 700
-    doors = re.findall(r"^\| \*\*(.+?)\*\*", text, re.MULTILINE)
-    assert len(doors) == 6
-    commands = set(re.findall(r"(\w+\.py)", text[text.index("## Pick your door") :]))
-    assert commands == {path.name for path in (ROOT / "tasks").glob("*.py")} - {"open_in_slicer.py"}
+    rows = re.findall(r"^\| \*\*.+?\*\* \|(.+?)\|", text, re.MULTILINE)
+    assert len(rows) == 6 and all(re.search(r"\w+\.py|replace_attention", row) for row in rows)
+    assert set(re.findall(r"(\w+\.py)", "".join(rows))) <= {path.name for path in (ROOT / "tasks").glob("*.py")}
+
+
+# of each page: what its tables name
+LISTED = {
+    "ndlightnet/README.md": mixers.__all__,
+    "tasks/README.md": [f"{name}.py" for name in DOORS],
+    "configs/README.md": [path.stem for path in (ROOT / "configs").glob("*.yaml")],
+    "kernels/README.md": [path.name for path in (ROOT / "kernels" / "ndlightnet_kernels").glob("[!_]*.py")],
+}
+
+
+@pytest.mark.parametrize("page", LISTED)
+def test_the_tables_name_everything(page):
+    rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
+    missing = {*LISTED[page]} - {*re.findall(r"`(.+?)`", "\n".join(rows))}
+    assert not missing, f"a row of a table in {page} has to name {sorted(missing)}"
 
 
 def test_the_pages_can_be_read():

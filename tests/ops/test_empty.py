@@ -53,6 +53,7 @@ def calls(name, b, n):
         "summarize": ((k, v), {"position": place}),
         "swiglu": ((x,), {}),
     }
+    assert name in known, f"{name}: expected its arguments here, for {b} samples of {n} tokens"
     return known[name]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import normalize
 
 from ndlightnet.nn import mixers
+from ndlightnet.nn.mixers.keyed import Keyed
 from ndlightnet.ops.fla import supports
 from ndlightnet.ops.recurrence import wkv
 from ndlightnet.ops.recurrence.delta import gated_delta_rule
@@ -122,7 +123,7 @@ def test_our_torch_form_is_their_reference(rule, decay):
 
 
 @pytest.mark.parametrize(
-    "name", ["LinearAttention", "TNL", "GLA", "HGRN2", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"]
+    "name", ["LinearAttention", *(name for name in mixers.__all__ if issubclass(getattr(mixers, name), Keyed))]
 )
 @pytest.mark.parametrize("shape", [(300,), (7, 9, 5)], ids=str)
 def test_mixers_say_what_runs_and_both_give_the_same(name, shape):

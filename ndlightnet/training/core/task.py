@@ -64,6 +64,8 @@ class Task(L.LightningModule):
     saved: tuple[str, ...] = ("names", "pytorch-lightning_version")
     # what CostMonitor times in training beside the throughput; if any, "cost" is one of `saved`
     measures: Literal["step", "epoch"] | None = None
+    # the metric, logged in validation, of which the best checkpoint has the highest value
+    monitor: ClassVar[str | None] = None
     # whether samples reach the network in ways that Lightning does not convert
     only_float32: ClassVar[bool] = False
     # whether training_step can do with slabs of the samples, see grid_devices

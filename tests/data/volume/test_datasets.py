@@ -7,6 +7,7 @@ import pytest
 
 from ndlightnet.data.volume.datasets import find_inputs, read_dataset
 from ndlightnet.data.volume.file_grid import Case
+from ndlightnet.data.volume.formats import ENDINGS, FILES
 from ndlightnet.data.volume.volume import Volume
 
 from .files import HU, SHAPE, names_of, random_image, random_label, read_all, refuses, write, write_series
@@ -245,7 +246,7 @@ def test_a_folder_of_all_kinds(tmp_path):
     assert names_of([header, broken, *sound]) == ["a", "broken", "s1", "z"]
     assert notes == [
         f"{tmp_path}: 5 entries are left out: dangling.nii.gz, empty, folder.nii.gz, ... "
-        "(expected .nii.gz, .nii, .hdr.gz, .hdr, .nrrd, .mha, .mhd or a DICOM series)"
+        f"(expected {', '.join(ENDINGS)} or a DICOM series)"
     ]
     refuses(lambda: Volume.read(broken), tmp_path / "broken.nii.gz", "cannot be read")
     read_all(sound, 1, 1)
@@ -288,7 +289,7 @@ def test_what_holds_no_inputs(decathlon):
     relist(decathlon, {**DECATHLON, "test": []})
     for name, words in {
         "": "dataset.json lists no test case",
-        "x.txt": "not a NIfTI, Analyze, NRRD or MetaImage file",
+        "x.txt": f"not a {FILES}",
         "x.img": r"expected x.*\.hdr",
         "x.raw": r"expected x.*\.mhd",
         "gone": "no such file",
