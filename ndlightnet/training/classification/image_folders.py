@@ -212,6 +212,8 @@ class ColouredDigits(ImageFolders):
     images: number of training and of test pictures.
     """
 
+    made = True
+
     def __init__(self, root: str, size: int = 32, images: tuple[int, int] = (3000, 500), **kwargs: Any) -> None:
         super().__init__(root, size, **kwargs)
         self.images = images

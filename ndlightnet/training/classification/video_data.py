@@ -255,6 +255,8 @@ class MovingDigits(VideoData):
     videos: number of training and of test clips.
     """
 
+    made = True
+
     def __init__(self, root: str, videos: tuple[int, int] = (480, 120), **kwargs: Any) -> None:
         super().__init__(root, **kwargs)
         self.videos = videos

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -33,9 +34,15 @@ class DataModule(L.LightningDataModule):
     collate: Callable[..., Any] | None = None
     spawned = False  # whether workers use CUDA
     repeats = 1  # visits of each training sample in an epoch
+    made = False  # whether the library makes the data
     train_set: Any
     val_set: Any
     test_set: Any
+
+    @property
+    def source(self) -> Path | None:
+        """The file or folder that has to exist for a training or a test, None for data that are made."""
+        return None if self.made else self.root
 
     def __init__(self, root: str, batch_size: int, workers: int = 0, input: str | None = None) -> None:
         super().__init__()

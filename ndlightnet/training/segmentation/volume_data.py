@@ -226,6 +226,7 @@ class PhantomVolumes(VolumeData):
     """
 
     make = staticmethod(make_phantoms)
+    made = True
 
     def __init__(self, root: str, patch: list[int], cases: tuple[int, int] = (24, 6), **kwargs: Any) -> None:
         super().__init__(root, patch, **kwargs)
