@@ -88,10 +88,8 @@ def network_difference(net: nn.Module, saved: dict[str, Any] | None, config: dic
     if not saved or not current:
         return ""
     names = [name for name in current if name in saved and name != VERSION and "drop" not in name]
-    if saved.get(CLASS) != current[CLASS]:
-        names = [CLASS]
-    for name in names:
-        one, two = saved.get(name), current[name]
+    for name in names:  # the class is the first
+        one, two = saved[name], current[name]
         if not _equal(one, two) and (None not in (one, two) or _structure(net, name, saved) != _structure(net)):
             label = "class" if name == CLASS else name
             return f"the checkpoint of another network: {label} is {one} there, {two} here"
