@@ -128,6 +128,8 @@ class HandwrittenDigits(ImageData):
         others: as in ImageData.
     """
 
+    source = None
+
     def __init__(self, size: int = 16, **kwargs: Any) -> None:
         super().__init__("handwritten digits", **kwargs)
         self.size = size

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, atomic_write
+from ndlightnet.models.hub import CLASS, VERSION, Pretrained
 from ndlightnet.models.weights import no_checkpoint, read_checkpoint
 
 NAMES = ("names",)
@@ -28,31 +30,95 @@ class AtomicCheckpoints(TorchCheckpointIO):
 
 
 def check_checkpoint(path: str, model: L.LightningModule, data: Any, entries: Sequence[str] = NAMES) -> None:
-    """Raise DataError if the file is missing, is no checkpoint or is one of another network, or if
+    """Raise DataError if the file is missing, is no checkpoint or is one of another task or network, or if
     it has no weights, lacks one of the `entries` or lacks a name that `data` need."""
     if not Path(path).is_file():
         raise DataError(no_checkpoint(path))
     try:
         saved = torch.load(path, map_location="meta", weights_only=True)
-        keys, expected = saved.keys(), "one that `fit` has left"
+        task = saved.get("task")
     except Exception as error:  # its class depends on what is in the file
         raise DataError(f"{path}: not a checkpoint of ours ({type(error).__name__})") from error
-    if lost := [key for key in ("state_dict", *entries) if key not in keys]:
-        raise DataError(f"{path}: the checkpoint lacks {', '.join(lost)}, expected {expected}")
+    for problem in _problems(saved, model, data, entries):
+        if task not in (None, type(model).__name__):
+            raise DataError(f"{path}: the checkpoint of another task, {task}, expected {type(model).__name__}")
+        raise DataError(f"{path}: {problem}")
+
+
+def _problems(saved: dict[str, Any], model: Any, data: Any, entries: Sequence[str]) -> Iterator[str]:
+    """Yield why a checkpoint does not fit, the plainest reason first; those after it expect that it fits so far."""
+    expected = "expected one that `fit` has left"
+    if lost := [key for key in ("state_dict", *entries) if key not in saved]:
+        yield f"the checkpoint lacks {', '.join(lost)}, {expected}"
     weights, names = saved["state_dict"], saved["names"]
     if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
-        raise DataError(f"{path}: state_dict holds no weights, expected {expected}")
+        yield f"state_dict holds no weights, {expected}"
     saved_names = names if isinstance(names, dict) else {}
     if lost := [key for key in data.names() if not isinstance(saved_names.get(key), list)]:
-        raise DataError(f"{path}: names has no list {', '.join(lost)}, expected {expected}")
+        yield f"names has no list {', '.join(lost)}, {expected}"
     if saved.get("causal") not in (None, getattr(model, "causal", None)):
         what = "causal, go on" if saved["causal"] else "not causal, train one"
-        raise DataError(f"{path}: its network is {what} with --model.causal true")
+        yield f"its network is {what} with --model.causal true"
+    if difference := network_difference(model.net, saved.get("network"), model.net_config):
+        yield difference
     current, loaded = ({k: tuple(x.shape) for k, x in d.items()} for d in (model.state_dict(), weights))
     for name in [*current, *loaded]:
         shape, saved_shape = current.get(name, "none"), loaded.get(name, "none")
         if shape != saved_shape:
-            raise DataError(f"{path}: the checkpoint of another network: {name} is {saved_shape} there, {shape} here")
+            yield f"the checkpoint of another network: {name} is {saved_shape} there, {shape} here"
+
+
+def describe(net: nn.Module, config: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return class and arguments of a network as a checkpoint holds them; None where nothing describes it. config:
+    those of a command line, for a network that does not know its own."""
+    if not isinstance(net, Pretrained):
+        return config
+    with suppress(ValueError):  # changed to what no arguments describe
+        return net.description()
+    return None
+
+
+def network_difference(net: nn.Module, saved: dict[str, Any] | None, config: dict[str, Any] | None = None) -> str:
+    """Return which argument of a network, or its class, has another value in a checkpoint, "" if none has. Weights may
+    fit all the same: those behind a stem fit a patch of [2, 8, 8] and of [4, 8, 8].
+
+    saved, config: see `describe`. Rates of dropout may differ, and an argument may say what is its default.
+    """
+    current = describe(net, config)
+    if not saved or not current:
+        return ""
+    names = [name for name in current if name in saved and name != VERSION and "drop" not in name]
+    for name in names:  # the class is the first
+        one, two = saved[name], current[name]
+        if not _equal(one, two) and (None not in (one, two) or _structure(net, name, saved) != _structure(net)):
+            label = "class" if name == CLASS else name
+            return f"the checkpoint of another network: {label} is {one} there, {two} here"
+    return ""
+
+
+def _equal(one: Any, two: Any) -> bool:
+    """Return whether two values mean the same: one for all axes, levels or layers is a list of it, and any `impl` of a
+    mixer computes the same."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_equal(one[key], two[key]) for key in one if key != "impl")
+    if not isinstance(one, list) or not isinstance(two, list):
+        values, other = (one, two) if isinstance(one, list) else (two, one)
+        return one == two or (isinstance(values, list) and bool(values) and all(_equal(x, other) for x in values))
+    return len(one) == len(two) and all(map(_equal, one, two))
+
+
+def _structure(net: nn.Module, name: str = "", saved: dict[str, Any] | None = None) -> str:
+    """Return what a network is made of, module by module, with the saved value of one argument if given: an argument
+    that is None has a default that follows from others."""
+    changes = {} if saved is None else {name: saved[name]}
+    try:
+        with torch.device("meta"):
+            built = type(net)(**{**net.config, **changes})  # type: ignore[operator, dict-item]
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # such as a mixer that no name describes
+        return f"{changes}: {error}"
+    plain = (bool, int, float, str, tuple, list)
+    modules = [(type(m), {k: v for k, v in vars(m).items() if isinstance(v, plain)}) for m in built.modules()]
+    return str((modules, {key: x.shape for key, x in built.state_dict().items()}))
 
 
 def load_initial(path: str, net: nn.Module) -> str:

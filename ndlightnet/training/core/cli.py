@@ -17,16 +17,26 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 
 from ndlightnet.data.errors import DataError, clear_drafts, one_line, printable
+from ndlightnet.data.folders import DATA_VARIABLE
 from ndlightnet.layout.spelling import did_you_mean
+from ndlightnet.models.hub import CLASS
+from ndlightnet.nn.mixers.names import jsonable
 from ndlightnet.training.core.checkpoints import NAMES, AtomicCheckpoints, check_checkpoint
 from ndlightnet.training.core.costs import parameter_count
-from ndlightnet.training.core.options import TaskParser, check_configs
-from ndlightnet.training.core.runs import FitMetrics, SaveConfig, check_unused, checkpoint_in, resumption
+from ndlightnet.training.core.options import TaskParser, check_configs, expect_config
+from ndlightnet.training.core.runs import (
+    FitMetrics,
+    LateCSVLogger,
+    LateTensorBoardLogger,
+    SaveConfig,
+    check_unused,
+    checkpoint_in,
+    resumption,
+)
 from ndlightnet.training.report.results import check_writable, log_rank_zero
 
 # entries needed to resume a training: without "loops" it would silently start again
@@ -74,6 +84,20 @@ class TaskCLI(LightningCLI):
             raise DataError(f"model: {one_line(error)}") from error
         except (RuntimeError, OSError) as error:  # timm's, for a name or weights that it has not
             raise DataError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+        net = self._get(self.config, "model.net")
+        arguments = net["init_args"].as_dict() if net.get("init_args") else {}
+        self.model.net_config = {CLASS: net["class_path"], **jsonable(arguments)}
+
+    def _check_source(self) -> None:
+        """Raise DataError if the data do not exist; it names the config that says how to get them."""
+        source = getattr(self.datamodule, "source", None)
+        if self.subcommand not in ("fit", "validate", "test") or source is None or source.exists():
+            return
+        files = [str(file) for file in self._get(self.config, "config") or []]
+        heads = [file for file in files if Path(file).is_file() and "# Data:" in Path(file).read_text("utf-8")]
+        hint = f"; the first lines of {heads[0]} say how to get the data" if heads else ""
+        places = "" if source.is_absolute() else f", here or in ${DATA_VARIABLE}"
+        raise DataError(f"{source}: no such file or folder (data.root={self.datamodule.root}{places}){hint}")
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the subcommand; DataError if the disk is full when Lightning writes, say, a log."""
@@ -118,7 +142,6 @@ class TaskCLI(LightningCLI):
         if 0 < (trainer.max_epochs or 0) <= epochs:
             end = f"nothing is left of trainer.max_epochs={trainer.max_epochs}"
             log_rank_zero([f"{path}: has been trained for {epochs} epochs, {end}"])
-            trainer.callbacks = [x for x in trainer.callbacks if not isinstance(x, SaveConfig)]
 
     @rank_zero_only
     def before_fit(self) -> None:
@@ -142,6 +165,7 @@ class TaskCLI(LightningCLI):
         root = Path(option("default_root_dir") or "runs")
         fold = getattr(self.datamodule, "fold", None)
         root = root if fold is None else root / f"fold_{fold}"
+        self._check_source()
         saves = self.subcommand == "fit" and not option("fast_dev_run")
         if saves:
             check_unused(root, self._get(self.config_init, "ckpt_path"))
@@ -156,8 +180,8 @@ class TaskCLI(LightningCLI):
         if self.subcommand != "fit":
             loggers, self.save_config_callback = False, None
         elif loggers in (None, True):
-            csv = CSVLogger(root, "logs")
-            loggers = [csv, TensorBoardLogger(root, "logs", version=csv.version)]
+            csv = LateCSVLogger(root, "logs")
+            loggers = [csv, LateTensorBoardLogger(root, "logs", version=csv.version)]
         if loggers:
             callbacks.append(LearningRateMonitor())
         monitor = getattr(self.model, "monitor", None)
@@ -264,7 +288,10 @@ def run(
         if commands and words[:1] in (["-h"], ["--help"]):
             print(f"Beside the subcommands below: {', '.join(commands)}; each takes --help.\n")
         streams = hasattr(getattr(task, "trainer_class", L.Trainer), "stream")
-        names = ["fit", "validate", "test", "predict", *["stream"] * streams, *(commands or {})]
+        names = ["fit", "validate", "test", "predict", *["stream"] * streams]
+        if words and words[0] in names:
+            expect_config(words, default)
+        names += commands or {}
         if words and words[0] not in names and not words[0].startswith("-"):
             wrong = f"{words[0]}: no such command{did_you_mean(words[0], names)}"
             print(f"error: {printable(wrong)}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -36,6 +37,11 @@ class DataModule(L.LightningDataModule):
     train_set: Any
     val_set: Any
     test_set: Any
+
+    @property
+    def source(self) -> Path | None:
+        """The file or folder that has to exist for a training or a test, None for data that `prepare_data` makes."""
+        return self.root if type(self).prepare_data is DataModule.prepare_data else None
 
     def __init__(self, root: str, batch_size: int, workers: int = 0, input: str | None = None) -> None:
         super().__init__()

@@ -22,6 +22,7 @@ from torch.export import Dim
 from ndlightnet.data.errors import DataError, one_line, writable
 from ndlightnet.models import NDLightNet, NDLightUNet
 from ndlightnet.models.weights import load_weights, read_checkpoint
+from ndlightnet.training.core.checkpoints import network_difference
 from ndlightnet.training.core.options import CommandParser
 from ndlightnet.training.core.runs import find_checkpoint, saved_config
 
@@ -84,7 +85,7 @@ def load_network(run: Path) -> tuple[nn.Module, Path]:
     ckpt, root = find_checkpoint(run)
     config = saved_config(root)
     try:
-        _, weights = read_checkpoint(ckpt)
+        saved, weights = read_checkpoint(ckpt)
     except ValueError as error:
         raise DataError(error) from error
     try:
@@ -92,6 +93,8 @@ def load_network(run: Path) -> tuple[nn.Module, Path]:
         parser.add_subclass_arguments(nn.Module, "net")
         net_config = {"net": yaml.safe_load(config.read_text())["model"]["net"]}
         net: nn.Module = parser.instantiate_classes(parser.parse_object(net_config)).net
+        if difference := network_difference(net, saved):
+            raise DataError(difference)
         load_weights(net, weights, ckpt)
     except Exception as error:  # classes may raise anything
         raise DataError(f"{config}: not the network of {ckpt} ({one_line(error)})") from error

@@ -24,6 +24,9 @@ def check(argument: str, value: object, good: bool, expected: str) -> None:
         raise DataError(f"{argument}: {value}, expected {expected}")
 
 
+PLANNED = "runs/NAME/plan.yaml"  # an example of a config, which `plan` writes
+
+
 class OneLine:
     """Mixin of parsers that end the process with one line, status 2, on wrong options. The beginning of an option is
     not that option: `--lr` would be `--lr_scheduler`."""
@@ -74,6 +77,15 @@ def shortened(message: str) -> str:
     )
     expected = " or ".join(types).replace("NoneType", "null")
     return f"{option}: {value[1]}, expected {expected}" if option and value and types else line
+
+
+def expect_config(words: list[str], example: Path | str) -> None:
+    """Raise DataError if a command and its options name neither a config nor a network. example: a config."""
+    options = ("-c", "--config", "--model.net", "--model=", "-h", "--print_config")
+    named = "--model" in words or any(word.startswith(options) or "help" in word.partition("=")[0] for word in words)
+    path = Path(example)
+    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    check(words[0], "got no config", named, f"one, such as --config {path}")
 
 
 def check_configs(arguments: list[str]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import lightning as L
 import numpy as np
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ndlightnet.data.errors import DataError, atomic_write
@@ -66,8 +68,14 @@ def check_unused(run: Path, resumed: str | None) -> None:
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the config of a training in its run's folder. A different one that lies there, as of
-    the training that this one resumes, is kept as config_1.yaml, config_2.yaml, ..."""
+    """Saves the config of a training in its run's folder, when data and network have been checked. A different one
+    that lies there, as of the training that this one resumes, is kept as config_1.yaml, config_2.yaml, ..."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Do nothing: the network is compared with the data later."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().setup(trainer, pl_module, "fit")
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         path = Path(trainer.default_root_dir) / CONFIG
@@ -79,6 +87,28 @@ class SaveConfig(SaveConfigCallback):
             path.rename(next(free for free in numbered if not free.exists()))
         with atomic_write(path) as draft:
             draft.write_text(text, encoding="utf-8")
+
+
+class _Late:
+    """Mixin of loggers that make their folder with the first value: a run that is refused before it leaves none."""
+
+    begun = False
+
+    @property
+    def experiment(self) -> Any:
+        return super().experiment if self.begun else DummyLogger().experiment  # type: ignore[misc]
+
+    def log_metrics(self, *args: Any, **options: Any) -> None:
+        self.begun = True
+        super().log_metrics(*args, **options)  # type: ignore[misc]
+
+
+class LateCSVLogger(_Late, CSVLogger):
+    """CSVLogger that makes its folder with the first value."""
+
+
+class LateTensorBoardLogger(_Late, TensorBoardLogger):
+    """TensorBoardLogger that makes its folder with the first value."""
 
 
 class FitMetrics(L.Callback):

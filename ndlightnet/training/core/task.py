@@ -4,7 +4,7 @@ results from every process."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.sampling import mixed, replica, share_samples
 from ndlightnet.inference import OutOfCore
-from ndlightnet.models.hub import Pretrained
 from ndlightnet.parallel import Processes, Shard, activated
-from ndlightnet.training.core.checkpoints import load_initial, some_of
+from ndlightnet.training.core.checkpoints import describe, load_initial, some_of
 from ndlightnet.training.core.costs import CostMonitor
 from ndlightnet.training.core.optim import adamw_with_cosine
 from ndlightnet.training.core.options import check
@@ -72,6 +71,7 @@ class Task(L.LightningModule):
     grid_parallel: ClassVar[bool] = False
     grid: Shard | None
     predictor: Any  # what validation, test and prediction call
+    net_config: dict[str, Any] | None = None  # class and arguments of `net` on a command line
 
     def __init__(
         self,
@@ -241,10 +241,9 @@ class Task(L.LightningModule):
         torch.manual_seed(mixed(self.data().seed, 3, self.current_epoch, replica()[0]))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["names"] = self.data().names()
-        if isinstance(self.net, Pretrained):
-            with suppress(ValueError):  # changed to what no arguments describe
-                checkpoint["network"] = self.net.description()  # for `from_checkpoint`
+        checkpoint["names"], checkpoint["task"] = self.data().names(), type(self).__name__
+        if network := describe(self.net, self.net_config):
+            checkpoint["network"] = network  # for `from_checkpoint`
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         data, saved = self.data(), checkpoint["names"]

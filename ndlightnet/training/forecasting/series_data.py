@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +45,10 @@ class SeriesData(DataModule):
         self.columns: tuple[str, ...] = ()
         self.scale: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def source(self) -> Path:
+        return self.root / self.file
+
     def setup(self, stage: str) -> None:
         length, horizon = self.input_length, self.horizon
         if length < DAY or horizon < 1:
@@ -53,7 +58,7 @@ class SeriesData(DataModule):
         if stage == "predict":
             return  # names and scale come with the checkpoint
         super().setup(stage)
-        path = self.root / self.file
+        path = self.source
         series = read_series(path, self.chosen_columns)
         rows, (first, second, last) = len(series.values), self.split
         if rows < last:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.models import NDLightNet
 from ndlightnet.models.weights import load_weights, read_checkpoint
+from ndlightnet.training.core.checkpoints import network_difference
 
 ROWS = 1024  # rows of a matrix of distances that are held at once
 
@@ -95,7 +96,10 @@ def load_features(net: nn.Module | None, checkpoint: str | None) -> Features:
     try:
         if net is None:
             return Features(NDLightNet.from_checkpoint(Path(checkpoint)))
-        load_weights(net, read_checkpoint(checkpoint)[1], checkpoint)
+        saved, weights = read_checkpoint(checkpoint)
+        if difference := network_difference(net, saved):
+            raise DataError(f"{checkpoint}: {difference}")
+        load_weights(net, weights, checkpoint)
     except (ValueError, FileNotFoundError) as error:
         raise DataError(f"model.features_checkpoint: {error}") from error
     return Features(net)

@@ -30,10 +30,10 @@ def log_rank_zero(notes: Sequence[str]) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise DataError if results could not be written to `folder` later."""
-    probe = folder / f".{os.getpid()}.writable"  # by process: several may check at once
+    """Raise DataError if results could not be written to `folder` later; it is not made."""
     with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        place = next(place for place in (folder, *folder.parents) if place.exists())
+        probe = place / f".{os.getpid()}.writable"  # by process: several may check at once
         probe.write_text("written")  # a full disk accepts an empty file
         probe.unlink()
 

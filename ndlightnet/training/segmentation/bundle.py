@@ -21,7 +21,7 @@ from torch import Tensor
 from ndlightnet.data.errors import DataError, one_line, writable
 from ndlightnet.training.core.checkpoints import check_checkpoint
 from ndlightnet.training.core.cli import TaskCLI
-from ndlightnet.training.core.options import check
+from ndlightnet.training.core.options import PLANNED, check, expect_config
 from ndlightnet.training.segmentation.bundle_files import inference_of, metadata_of, readme_of
 from ndlightnet.training.segmentation.segmentation_task import SegmentationTask
 from ndlightnet.training.segmentation.volume_data import VolumeData
@@ -43,6 +43,7 @@ def bundle(arguments: list[str]) -> None:
     Raises DataError for a checkpoint of another network, for a network that MONAI cannot build from the config, and
     where `out` holds something or cannot be written.
     """
+    expect_config(["bundle", *arguments], PLANNED)
     cli = BundleCLI(SegmentationTask, VolumeData, args=arguments, run=False)
     patch, expected = cli.datamodule.patch, "3 sizes: bundles are of volumes, not of pictures or series over time"
     check("data.patch", patch, len(patch) == 3, expected)

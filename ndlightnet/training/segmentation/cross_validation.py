@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ndlightnet.training.core.cli import task_cli
+from ndlightnet.training.core.options import PLANNED, expect_config
 from ndlightnet.training.core.runs import checkpoint_in, resumption
 from ndlightnet.training.report.results import log_rank_zero, write_metrics
 from ndlightnet.training.segmentation.metrics import MEASURES, metrics_of, write_cases
@@ -18,6 +19,7 @@ from ndlightnet.training.segmentation.volume_data import VolumeData
 def folds(arguments: list[str]) -> None:
     """Train and test every fold, `fit` with these arguments; then write cases.csv and metrics.json of all folds
     together. A finished fold is not run again, and an interrupted one is resumed."""
+    expect_config(["folds", *arguments], PLANNED)
     rows: dict[str, list[dict[str, float]]] = {}
     scores: list[float] = []
     fold, count, names = 0, 1, ["background"]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ndlightnet.data.errors import DataError, atomic_write, one_line
 from ndlightnet.data.volume.datasets import read_dataset
 from ndlightnet.data.volume.fingerprint import Fingerprint, fingerprint
-from ndlightnet.data.volume.formats import PICTURES
+from ndlightnet.data.volume.formats import PICTURES, open_file
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import check_writable, log_rank_zero
 
@@ -80,6 +80,9 @@ def plan(
         raise DataError(f"{root}: no training case with a label")
     if cases[0].images[0].name.lower().endswith(PICTURES):
         raise DataError(f"{root}: holds pictures, expected volumes; tasks/README.md has a config for pictures")
+    # a file without frames would count as a series of one
+    if frames is not None and all(open_file(case.images[0], case.slices)[0].shape[3] == 1 for case in cases):
+        raise DataError(f"{root}: frames={frames}, no file has a fourth axis of time; expected series, or no --frames")
     measured = fingerprint(cases, len(folder.labels), len(folder.channels))
     if memory is not None:
         available = memory * 1e9

@@ -134,7 +134,7 @@ def test_a_checkpoint_of_other_classes(trained, copied, recognise, tmp_path):
     for split in ("train", "test"):
         shutil.rmtree(copied / split / "zebra")
     (error,) = recognise("test", *common, "--model.net.init_args.num_classes=2").errors
-    assert "the checkpoint of another network: net.head" in error
+    assert "the checkpoint of another network: num_classes is 3 there, 2 here" in error
     (error,) = recognise("test", *common).errors
     assert "expected a network with num_classes=2" in error
 

@@ -15,9 +15,10 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 import ndlightnet
+from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import ImageTask
-from ndlightnet.training.core.checkpoints import AtomicCheckpoints, check_checkpoint
+from ndlightnet.training.core.checkpoints import AtomicCheckpoints, check_checkpoint, network_difference
 from ndlightnet.training.core.cli import TaskCLI
 
 OPTIONS = ("--data.init_args.patch=[8,8,8]", "--model.net.init_args.out_channels=2")
@@ -104,3 +105,52 @@ def test_no_command_lets_lightning_unpickle(command, monkeypatch):
     cli = TaskCLI.__new__(TaskCLI)
     cli.model = ImageTask(nn.Identity())
     assert cli._prepare_subcommand_kwargs(command)["weights_only"] is True
+
+
+SMALL = {"dims": 3, "num_classes": 2, "patch_size": [2, 8, 8], "stem_blocks": 1, "embed_dim": 8, "depth": 2}
+
+
+@pytest.mark.parametrize(
+    "changes, line",
+    [
+        ({"patch_size": [4, 8, 8]}, "patch_size is [2, 8, 8] there, [4, 8, 8] here"),
+        ({"num_classes": None}, "num_classes is 2 there, None here"),
+        ({"tpe_bidirectional": False}, "tpe_bidirectional is None there, False here"),
+        ({"mixer": ["LightNetAttention", "TNL"]}, "mixer is {'LightNetAttention': "),
+        ({"mixer": {"LightNetAttention": {"impl": "reference"}}}, None),
+        ({"mixer": ["LightNetAttention"] * 2, "tpe_bidirectional": True, "drop_path_rate": 0.5}, None),
+    ],
+)
+def test_an_argument_of_the_network_that_is_not_the_checkpoints(tmp_path, changes, line):
+    """A patch of the same number of halvings has weights of the same shapes."""
+    trained, path = ImageTask(NDLightNet(**SMALL)), tmp_path / "last.ckpt"
+    torch.save({"state_dict": trained.state_dict(), "names": {}, "network": trained.net.description()}, path)
+    task, data = ImageTask(NDLightNet(**SMALL | changes)), SimpleNamespace(names=dict)
+    if "patch_size" in changes:
+        task.load_state_dict(trained.state_dict())
+    if line is None:
+        check_checkpoint(str(path), task, data)
+    else:
+        with pytest.raises(DataError, match=re.escape(f"{path}: the checkpoint of another network: {line}")):
+            check_checkpoint(str(path), task, data)
+
+
+def test_another_class_of_network_and_one_that_does_not_know_its_arguments():
+    unet = NDLightUNet(2, 1, 2, widths=(4, 8), depths=(0, 1))
+    line = "the checkpoint of another network: class is NDLightNet there, NDLightUNet here"
+    assert network_difference(unet, NDLightNet(2, embed_dim=8, depth=1).description()) == line
+    flat, deep = ({"_class_name": "torch.nn.Flatten", "start_dim": n} for n in (1, 2))
+    assert network_difference(nn.Flatten(), flat, deep).endswith("start_dim is 1 there, 2 here")
+    assert network_difference(nn.Flatten(), flat, flat) == network_difference(nn.Flatten(), None, flat) == ""
+
+
+def test_a_checkpoint_of_another_task(tmp_path):
+    path, task = tmp_path / "last.ckpt", ImageTask(nn.Linear(2, 3))
+    torch.save({"state_dict": task.state_dict(), "names": {}, "task": "SegmentationTask"}, path)
+    for entries in (("names", "cost"), ("names",)):
+        if "cost" in entries:
+            line = r"last\.ckpt: the checkpoint of another task, SegmentationTask, expected ImageTask$"
+            with pytest.raises(DataError, match=line):
+                check_checkpoint(str(path), task, SimpleNamespace(names=dict), entries)
+        else:  # it fits, whatever it is called
+            check_checkpoint(str(path), task, SimpleNamespace(names=dict), entries)

@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import pytest
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from ndlightnet.__main__ import door
+from ndlightnet.__main__ import CONFIGS, DOORS, door
+from ndlightnet.data.errors import DataError
+from ndlightnet.training import HandwrittenDigits, SeriesData, SignalData, TextData, VolumeFolders
 from ndlightnet.training.core import cli
-from ndlightnet.training.core.cli import quiet
+from ndlightnet.training.core.cli import TaskCLI, quiet
+from ndlightnet.training.core.options import expect_config
 
 
 @pytest.fixture
@@ -74,6 +77,53 @@ def test_the_first_of_several_processes_tells_what_failed(monkeypatch, capsys, f
     model = SimpleNamespace(notes=["one"], failures=["a.png: damaged"], summary="29 images")
     done = SimpleNamespace(model=model, trainer=SimpleNamespace(is_global_zero=first))
     monkeypatch.setattr(cli, "task_cli", lambda *_: done)
-    assert cli.run(object, object, Path("none"), arguments=["test"]) == int(first)
+    assert cli.run(object, object, Path("none"), arguments=["test", "--model.net=x"]) == int(first)
     printed = ("29 images\n", "note: one\nerror: a.png: damaged\n") if first else ("", "")
     assert capsys.readouterr() == printed
+
+
+def test_a_command_without_a_config_names_that_of_its_door(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, entry in DOORS.items():
+        line = f"fit: got no config, expected one, such as --config {CONFIGS / entry.config}.yaml"
+        assert door(name, ["fit", "--model.lr=1"]) == 1 and capsys.readouterr().err == f"error: {line}\n"
+    for words in (["-c", "x"], ["--config=x"], ["--model.net=x"], ["--model", "x"], ["--data.help", "x"], ["--help"]):
+        expect_config(["fit", *words], "x")
+    for command in ("folds", "bundle"):
+        assert door("ct_segmentation", [command, "--out=x"]) == 1
+        line = f"error: {command}: got no config, expected one, such as --config runs/NAME/plan.yaml\n"
+        assert capsys.readouterr().err == line
+    monkeypatch.chdir(CONFIGS.parent)
+    assert door("text_lm", ["test"]) == 1 and capsys.readouterr().err.endswith("such as --config configs/enwik8.yaml\n")
+
+
+@pytest.mark.parametrize(
+    "data, config, source",
+    [
+        (TextData("no/text.xz"), "enwik8", "no/text.xz"),
+        (SeriesData("no", "hours.csv"), "ett", "no/hours.csv"),
+        (SignalData("no"), "spoken_digits", "no/index.npz"),
+        (VolumeFolders("no", [8, 8, 8]), "adrenal28", "no"),
+    ],
+)
+def test_data_that_are_missing(data, config, source, tmp_path):
+    """Before the trainer is built; a config without a line on its data has no more to say."""
+    own, config = tmp_path / "mine.yaml", CONFIGS / f"{config}.yaml"
+    own.write_text("data: {}")
+    for file, end in ((own, ""), (config, f"; the first lines of {config} say how to get the data")):
+        cli = SimpleNamespace(subcommand="fit", datamodule=data, config=None, _get=lambda *_, file=file: [file])
+        with pytest.raises(DataError) as error:
+            TaskCLI._check_source(cli)
+        start = f"{source}: no such file or folder (data.root={data.root}, here or in $NDLIGHTNET_DATA)"
+        assert str(error.value) == start + end
+    cli.subcommand = "predict"  # needs no training data
+    TaskCLI._check_source(cli)
+
+
+def test_data_that_are_made_need_not_exist():
+    TaskCLI._check_source(SimpleNamespace(subcommand="fit", datamodule=HandwrittenDigits()))
+
+
+def test_configs_say_where_their_data_come_from():
+    for file in CONFIGS.glob("*.yaml"):
+        assert "\n# Data: " in file.read_text(), file

@@ -111,9 +111,12 @@ def test_features_of_a_checkpoint(tmp_path):
         torch.testing.assert_close(load_features(network, str(path))(x), Features(net)(x))
     with pytest.raises(DataError, match=r"model\.features_checkpoint: .*no such checkpoint"):
         load_features(None, str(tmp_path / "missing.ckpt"))
-    wider = NDLightNet(2, 1, 4, patch_size=2, embed_dim=16, depth=1)
-    with pytest.raises(DataError, match="weights of another network; other shapes: head"):
-        load_features(wider, str(path))
+    for options in ({"num_classes": 4}, {"tpe_bidirectional": False}):  # the second has weights of the same shapes
+        other = NDLightNet(
+            **{"dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 2, "embed_dim": 16, "depth": 1} | options
+        )
+        with pytest.raises(DataError, match=f"another network: {next(iter(options))} is"):
+            load_features(other, str(path))
 
 
 def test_a_copy_of_a_training_sample_is_at_distance_0():

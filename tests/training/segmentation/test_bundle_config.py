@@ -52,6 +52,6 @@ def test_monai_builds_the_same_network(mixer, tmp_path):
 
 def test_a_wrong_option_is_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
-        bundles.bundle(["--outt=bundles/name"])
+        bundles.bundle(["--model.net=ndlightnet.NDLightUNet", "--outt=bundles/name"])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "--outt" in line

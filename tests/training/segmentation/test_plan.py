@@ -7,6 +7,7 @@ import sys
 from math import prod
 from pathlib import Path
 
+import nibabel
 import numpy as np
 import pytest
 import torch
@@ -225,6 +226,10 @@ def scans(tmp_path: Path, write_decathlon) -> Path:
 @pytest.mark.parametrize("net, frames", [("NDLightUNet", None), ("training.peers.SegResNet", None), ("NDLightUNet", 2)])
 def test_the_plan_is_a_config(scans, tmp_path, capsys, net, frames):
     options = {"net": f"ndlightnet.{net}", "size": "S", "memory": 4.0, "epochs": 80, "workers": 0, "frames": frames}
+    for path in scans.rglob("*.nii.gz") if frames else ():
+        volume = nibabel.load(path)
+        voxels = np.stack([volume.get_fdata(dtype=np.float32)] * 3, -1)
+        nibabel.save(nibabel.Nifti1Image(voxels, volume.affine), path)
     plan(str(scans), str(tmp_path / "out"), **options)
     file = tmp_path / "out" / "plan.yaml"
     text = capsys.readouterr().out
@@ -257,6 +262,7 @@ def test_the_plan_is_a_config(scans, tmp_path, capsys, net, frames):
         ({"memory": 1e-4}, "memory: 0.0001 GB, expected enough for .* 2 crops"),
         ({"epochs": 0}, "epochs: 0, expected 1 or more"),
         ({"frames": 0}, "frames: 0, expected 1 or more"),
+        ({"frames": 2}, "scans: frames=2, no file has a fourth axis of time"),
         ({"net": "nothing"}, "net: 'nothing', expected the path of a class"),
         ({"net": "ndlightnet.Nothing"}, "net: 'ndlightnet.Nothing', expected the path"),
         ({"net": "no.such"}, "net: 'no.such', expected the path"),
