@@ -94,22 +94,58 @@ class Done(NamedTuple):
     def notes(self) -> list[str]:
         return [line for line in self.err.splitlines() if line.startswith("note: ")]
 
+    def well(self) -> "Done":
+        """The same, of a command that must not have failed."""
+        assert (self.status, self.errors) == (0, []), self.err[-2000:]
+        return self
 
-def launch(task: type, data: type, config: str, folder: Path, *arguments: object) -> Done:
-    """`run` with these arguments; `config` is put before those of the first, the subcommand."""
+
+# what `options` calls these options
+PATHS = {
+    "out": "trainer.default_root_dir",
+    "root": "data.init_args.root",
+    "input": "data.init_args.input",
+    "ckpt": "ckpt_path",
+}
+SECTIONS = {"trainer": "trainer", "model": "model", "net": "model.net.init_args", "data": "data.init_args"}
+
+
+def options(**values: object) -> list[str]:
+    """Options of a command line: out, root, input and ckpt are paths; trainer, model, net and data are dictionaries."""
+    pairs = {PATHS[name]: value for name, value in values.items() if name in PATHS}
+    for name, section in SECTIONS.items():
+        pairs |= {f"{section}.{key}": value for key, value in values.pop(name, {}).items()}
+    assert not values.keys() - PATHS.keys(), values
+    return [f"--{key}={x if isinstance(x, str | Path) else json.dumps(x)}" for key, x in pairs.items()]
+
+
+def last(out: Path) -> Path:
+    """The last checkpoint of a run."""
+    return out / "checkpoints" / "last.ckpt"
+
+
+def launch(
+    task: type, data: type, config: str, folder: Path, command: str, /, *words: object, commands=None, **values: object
+) -> Done:
+    """`run` with `config`, which is written to `folder`, further words of the command line and `options`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config)
-    command, *rest = map(str, arguments)
-    argv = ["task.py", command, "--config", str(folder / "config.yaml"), *rest]
+    words = (command, "--config", folder / "config.yaml", *words, *options(**values))
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", argv)
+        patch.setattr(sys, "argv", ["task.py", *map(str, words)])
         patch.setenv("COLUMNS", "300")  # rich breaks no line
         try:
-            status = run(task, data, Path("no default"))
+            status = run(task, data, Path("no default"), commands)
         except SystemExit as stop:  # of wrong options
             status = int(stop.code or 0)
     return Done(status, out.getvalue(), err.getvalue())
+
+
+def fit_and_test(command: Callable[..., Done], out: Path, /, *words: str, **values: object) -> Done:
+    """How a test of the last checkpoint ends, after a training with the same options."""
+    command("fit", *words, out=out, **values).well()
+    return command("test", *words, out=out, ckpt=last(out), **values).well()
 
 
 def set_up(task: LightningModule, data: LightningDataModule, stage: str = "fit") -> None:
