@@ -8,7 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import nibabel
 import numpy as np
@@ -110,7 +110,7 @@ PATHS = {
 SECTIONS = {"trainer": "trainer", "model": "model", "net": "model.net.init_args", "data": "data.init_args"}
 
 
-def options(**values: object) -> list[str]:
+def options(**values: Any) -> list[str]:
     """Options of a command line: out, root, input and ckpt are paths; trainer, model, net and data are dictionaries."""
     pairs = {PATHS[name]: value for name, value in values.items() if name in PATHS}
     for name, section in SECTIONS.items():
@@ -125,7 +125,7 @@ def last(out: Path) -> Path:
 
 
 def launch(
-    task: type, data: type, config: str, folder: Path, command: str, /, *words: object, commands=None, **values: object
+    task: type, data: type, config: str, folder: Path, command: str, /, *words: object, commands=None, **values: Any
 ) -> Done:
     """`run` with `config`, which is written to `folder`, further words of the command line and `options`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,10 +142,10 @@ def launch(
     return Done(status, out.getvalue(), err.getvalue())
 
 
-def fit_and_test(command: Callable[..., Done], out: Path, /, *words: str, **values: object) -> Done:
+def fit_and_test(command: Callable[..., Done], *words: str, **values: Any) -> Done:
     """How a test of the last checkpoint ends, after a training with the same options."""
-    command("fit", *words, out=out, **values).well()
-    return command("test", *words, out=out, ckpt=last(out), **values).well()
+    command("fit", *words, **values).well()
+    return command("test", *words, **values, ckpt=last(values["out"])).well()
 
 
 def set_up(task: LightningModule, data: LightningDataModule, stage: str = "fit") -> None:
@@ -229,14 +229,6 @@ def _decathlon(folder: Path, channels: int = 1, cases: int = 4) -> Path:
 def write_decathlon() -> Callable[..., Path]:
     """write_decathlon(folder, channels=1, cases=4): tiny volumes of two labels, the last a test."""
     return _decathlon
-
-
-@pytest.fixture
-def unet_config(tmp_path: Path) -> Path:
-    """The config that the command line of segmentation is tested with."""
-    path = tmp_path / "unet.yaml"
-    path.write_text(UNET)
-    return path
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from ndlightnet.training import VideoData, VideoTask
 from ndlightnet.training.classification.video_data import OpenedVideos
 from ndlightnet.training.core.data_module import DataModule
 from tests.training.conftest import set_up
+from tests.training.forked import PROCESSES
 
 from ...data.video.made_videos import encode, write_film
 
@@ -282,11 +283,12 @@ def test_the_gpu_of_a_process_decodes_for_its_workers(root, monkeypatch, nvdec, 
 
 
 @pytest.mark.slow
-def test_spawned_workers_read_the_same(root, monkeypatch):
+def test_workers_that_are_not_forked_read_the_same(root):
+    """As a spawned one they know what is pickled, and no more."""
     data = video_data(root, "fit")
     samples = SeededSamples(data.train_set, data.seed)
-    monkeypatch.setattr(DataModule, "spawned", True)
     loaders = [DataModule(".", 4, workers).training_loader(samples, 8) for workers in (0, 1)]
+    loaders[1].multiprocessing_context = PROCESSES
     for batch, same in zip(*loaders, strict=True):
         assert torch.equal(batch[0], same[0]) and torch.equal(batch[1], same[1])
 

@@ -20,9 +20,9 @@ from ndlightnet.data.volume.augment import Augment
 from ndlightnet.data.volume.class_folders import read_volume
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.training import AveragedWeights, ImageData, ImageTask, VolumeFolders
+from tests.data.volume.files import broken_image, random_image, write
 from tests.training.conftest import Done, set_up
 from tests.training.conftest import launch as command_line
-from tests.training.hospital import claim, raw_header
 
 TINY = """
 seed_everything: 0
@@ -143,8 +143,9 @@ def test_names_and_headers_end_nothing(trained: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     names = [r"b$\frac$.nii.gz", "n" * 248 + ".nii.gz", "UP.NII.GZ", os.fsdecode(b"caf\xe9.nii")]
     good = [save(new / name, 12, 9) for name in names]
-    bad = [raw_header(new / "claims.nii", claim(30_000, 30_000, 30_000))]
-    bad.append(raw_header(new / "negative.nii", claim(9, -7, 11)))
+    bad = [write(new / f"{fault}.nii.gz", random_image()) for fault in ("truncated", "flat affine")]
+    for path in bad:
+        broken_image(path, path.name.removesuffix(".nii.gz"))
     bad.append(new / os.fsdecode(b"text \xff.nii"))
     bad[-1].write_text("text")
     (new / "picture.png").write_bytes(b"")

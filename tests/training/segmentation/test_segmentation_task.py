@@ -30,7 +30,7 @@ def logged(out: Path, name: str) -> list[float]:
 def run(phantoms, segment, tmp_path_factory) -> Path:
     """The folder of a finished fit and test."""
     out = tmp_path_factory.mktemp("run")
-    done = fit_and_test(segment, out, root=phantoms)
+    done = fit_and_test(segment, out=out, root=phantoms)
     assert "held-out mean Dice" in done.out
     return out
 

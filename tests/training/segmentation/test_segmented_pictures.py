@@ -14,6 +14,7 @@ from ndlightnet.data.volume.datasets import find_inputs, read_dataset
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 from ndlightnet.training.segmentation.plan import plan
+from tests.training.conftest import fit_and_test, last
 
 SIZES = ((40, 30), (33, 47), (38, 41))  # width, height
 
@@ -36,58 +37,47 @@ def draw(folder: Path, ending: str = ".png", mode: str = "RGB") -> Path:
     return folder
 
 
-def options(root: Path, out: Path, channels: int = 3) -> list[str]:
-    net = "--model.net.init_args."
-    return [
-        f"--trainer.default_root_dir={out}",
-        f"--data.init_args.root={root}",
-        "--data.init_args.patch=[24,24]",
-        "--data.init_args.augment={flip_axes: [0, 1]}",
-        f"{net}dims=2",
-        f"{net}in_channels={channels}",
-        f"{net}out_channels=2",
-        "--model.window=[24,24]",
-    ]
+def options(root: Path, out: Path, channels: int = 3) -> dict[str, object]:
+    data = {"patch": [24, 24], "augment": {"flip_axes": [0, 1]}, "batches": 20}
+    net = {"dims": 2, "in_channels": channels, "out_channels": 2}
+    return {"out": out, "root": root, "data": data, "net": net, "model": {"window": [24, 24], "lr": 0.01}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending, mode", [(".png", "RGB"), (".tif", "L")])
-def test_fit_test_predict(segment, tmp_path, ending, mode):
-    root, out = draw(tmp_path / "set", ending, mode), tmp_path / "out"
-    common = options(root, out, len(mode))
-    more = ["--trainer.max_epochs=3", "--data.init_args.batches=20", "--model.lr=1e-2"]
-    assert segment("fit", *common, *more).status == 0
-    ckpt = f"--ckpt_path={out}/checkpoints/last.ckpt"
-    assert segment("test", *common, ckpt).status == 0
+def test_fit_test_predict(segment, tmp_path):
+    root, out = draw(tmp_path / "set"), tmp_path / "out"
+    places = options(root, out)
+    fit_and_test(segment, "--trainer.max_epochs=3", **places)
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["cases"][0]["name"] == "c2" and metrics["mean_dice"] > 0.8
-    done = segment("predict", *common, ckpt, f"--data.init_args.input={root / 'imagesTs'}")
-    assert done.status == 0, done.err
-    with Image.open(out / "predictions" / "labels" / f"c2{ending}") as image:
+    segment("predict", **places, ckpt=last(out), input=root / "imagesTs").well()
+    with Image.open(out / "predictions" / "labels" / "c2.png") as image:
         labels = np.array(image)
         assert image.mode == "L" and image.size == SIZES[2]
-        assert image.info["dpi"] == pytest.approx((200, 100), rel=1e-3)
-    with Image.open(root / "labelsTs" / f"c2{ending}") as image:
+    with Image.open(root / "labelsTs" / "c2.png") as image:
         truth = np.array(image)
     dice = 2 * (labels & truth).sum() / (labels.sum() + truth.sum())
     assert dice == pytest.approx(metrics["mean_dice"], abs=1e-5)  # in place, not mirrored
     assert (out / "predictions" / "c2.png").is_file()  # the picture of the case
 
 
-def test_cases_are_read_as_they_lie(tmp_path):
-    folder = read_dataset(draw(tmp_path))
-    assert (len(folder.training), len(folder.test), folder.channels) == (2, 1, ("R", "G", "B"))
-    volume = Volume.read(folder.training[0], 2, 3)
+@pytest.mark.parametrize("ending, mode", [(".png", "RGB"), (".tif", "L")])
+def test_cases_are_read_and_labels_written_as_they_lie(tmp_path, ending, mode):
+    folder = read_dataset(draw(tmp_path, ending, mode))
+    assert (len(folder.training), len(folder.test), folder.channels) == (2, 1, tuple(mode))
+    volume = Volume.read(folder.training[0], 2, len(mode))
     with Image.open(folder.training[0].images[0]) as image:
         cells = np.array(image)
-    assert volume.image.shape == (3, 40, 30, 1)
-    np.testing.assert_array_equal(volume.image.numpy()[:, :, :, 0].T, cells)
+    assert volume.image.shape == (len(mode), 40, 30, 1)
+    np.testing.assert_array_equal(volume.image.numpy()[:, :, :, 0].T, cells.reshape(30, 40, len(mode)))
     labels = volume.label[0].numpy()
     assert 0 < labels.sum() < 200
-    volume.save_labels(torch.from_numpy(300 * labels), tmp_path / "x.png")
-    with Image.open(tmp_path / "x.png") as image:
-        np.testing.assert_array_equal(np.array(image), 300 * labels[:, :, 0].T)
-    with pytest.raises(ValueError, match=r"written as \.png, got x\.nii\.gz"):
+    for factor, depth in ((1, "L"), (300, "I;16")):
+        volume.save_labels(torch.from_numpy(factor * labels), tmp_path / f"x{ending}")
+        with Image.open(tmp_path / f"x{ending}") as image:
+            np.testing.assert_array_equal(np.array(image), factor * labels[:, :, 0].T)
+            assert image.mode == depth and image.info["dpi"] == pytest.approx((200, 100), rel=1e-3)
+    with pytest.raises(ValueError, match=rf"written as \{ending}, got x\.nii\.gz"):
         volume.save_labels(labels, tmp_path / "x.nii.gz")
 
 
@@ -164,9 +154,9 @@ def test_plan_says_that_it_is_for_volumes(tmp_path):
 def test_grey_is_not_colour_and_volumes_are_no_pictures(tmp_path, segment, decathlon):
     root = draw(tmp_path / "set")
     Image.new("L", SIZES[0]).save(root / "imagesTr" / "c0_0000.png")
-    done = segment("fit", *options(root, tmp_path / "out"))
+    done = segment("fit", **options(root, tmp_path / "out"))
     assert done.errors == [f"error: {root}/imagesTr/c0_0000.png: has 1 channels, expected 3"]
-    done = segment("fit", *options(decathlon, tmp_path / "out", 1))
+    done = segment("fit", **options(decathlon, tmp_path / "out", 1))
     assert "slices, expected a picture for data.patch of 2 sizes" in done.errors[0]
 
 
