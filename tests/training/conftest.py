@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import nibabel
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image
 
@@ -76,6 +77,18 @@ model:
 data:
   class_path: ndlightnet.training.ImageFolders
   init_args: {root: nowhere, size: 8, scale: [0.5, 1], batch_size: 16, crop_pct: 1, workers: 0}
+"""
+TEXT = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 1, log_every_n_steps: 1, enable_progress_bar: false,
+          default_root_dir: ROOT/run}
+model:
+  net:
+    class_path: ndlightnet.NDLightNet
+    init_args: {dims: 1, vocab_size: 256, causal: true, embed_dim: 8, depth: 1}
+data:
+  class_path: ndlightnet.training.TextData
+  init_args: {root: ROOT/text, length: 8, windows: 2, batch_size: 2, lengths: [8], test_bytes: 16, workers: 0}
 """
 
 
@@ -148,6 +161,17 @@ def fit_and_test(command: Callable[..., Done], *words: str, **values: Any) -> Do
     return command("test", *words, **values, ckpt=last(values["out"])).well()
 
 
+class Watcher(ImageTask):
+    """Remembers the batches that it is trained on."""
+
+    def on_train_start(self) -> None:
+        self.batches: list[tuple[torch.Tensor, ...]] = []
+
+    def training_step(self, batch: tuple[torch.Tensor, ...], number: int) -> torch.Tensor:
+        self.batches.append(tuple(tensor.clone() for tensor in batch))
+        return super().training_step(batch, number)
+
+
 def set_up(task: LightningModule, data: LightningDataModule, stage: str = "fit") -> None:
     """What a command does before its first batch, without a trainer."""
     task._trainer = SimpleNamespace(datamodule=data, world_size=1)
@@ -170,6 +194,13 @@ classify = launcher(VideoTask, VideoData, NET)
 listen = launcher(SignalTask, SignalData, SIGNALS)
 recognise = launcher(ImageTask, ImageFolders, IMAGES)
 pretrain = launcher(PretrainTask, LabelledData, IMAGES.replace("num_classes: 3", "num_classes: 0"))
+
+
+def write_text_run(folder: Path) -> Path:
+    """A text of 512 bytes and a config of a language model of it, whose run is in `folder`/run; the config."""
+    (folder / "text").write_bytes(bytes(range(256)) * 2)
+    (folder / "c.yaml").write_text(TEXT.replace("ROOT", str(folder)))
+    return folder / "c.yaml"
 
 
 def _stripes(folder: Path, train: int = 40, test: int = 10, side: int = 12) -> Path:

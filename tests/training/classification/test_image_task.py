@@ -15,21 +15,11 @@ from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.nn import mixers
 from ndlightnet.training import ImageData, ImageTask
-from tests.training.conftest import Done, set_up
-from tests.training.conftest import launch as command_line
+from tests.training.conftest import IMAGES, Watcher, fit_and_test, last, launcher, set_up
 
-TINY = """
-seed_everything: 0
-trainer: {accelerator: cpu, max_epochs: 4, log_every_n_steps: 1, enable_progress_bar: false}
-model:
-  lr: 1.0e-2
-  net:
-    class_path: ndlightnet.NDLightNet
-    init_args: {dims: 2, in_chans: 1, num_classes: 3, patch_size: 2, embed_dim: 16, depth: 1}
-data:
-  class_path: ndlightnet.training.ImageData
-  init_args: {root: nowhere, batch_size: 16, shift: 1, flips: [0, 1]}
-"""
+TINY = IMAGES.replace("ImageFolders", "ImageData").replace(
+    "size: 8, scale: [0.5, 1], batch_size: 16, crop_pct: 1, workers: 0", "batch_size: 16, shift: 1, flips: [0, 1]"
+)
 
 
 def stripes(count: int, size: int = 8) -> tuple[np.ndarray, np.ndarray]:
@@ -68,30 +58,20 @@ def volumes(tmp_path_factory) -> Path:
     return path
 
 
-def launch(folder: Path, command: str, *arguments: str) -> Done:
-    root = f"--trainer.default_root_dir={folder}"
-    return command_line(ImageTask, ImageData, TINY, folder / "given", command, root, *arguments)
-
-
-VOLUMES = (
-    "--model.net.init_args.dims=3",
-    "--model.net.init_args.num_classes=2",
-    "--data.init_args.classes=[small, large]",
-    "--data.init_args.flips=[0, 2]",
-    "--trainer.max_epochs=12",
-)
+tiny = launcher(ImageTask, ImageData, TINY)
+VOLUMES = {
+    "net": {"dims": 3, "in_chans": 1, "num_classes": 2},
+    "data": {"classes": ["small", "large"], "flips": [0, 2]},
+    "trainer": {"max_epochs": 12},
+}
 
 
 @pytest.fixture(scope="module", params=["pictures", "volumes"])
-def trained(request, tmp_path_factory) -> tuple[str, Path]:
+def trained(request, tiny, tmp_path_factory) -> tuple[str, Path]:
     """The kind of data, and the folder of a finished fit and test."""
     out = tmp_path_factory.mktemp(request.param)
-    more = VOLUMES if request.param == "volumes" else ()
-    common = (f"--data.init_args.root={request.getfixturevalue(request.param)}", *more)
-    done = launch(out, "fit", *common)
-    assert (done.status, done.errors) == (0, [])
-    done = launch(out, "test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
-    assert (done.status, done.errors) == (0, [])
+    more = VOLUMES if request.param == "volumes" else {"net": {"in_chans": 1}}
+    done = fit_and_test(tiny, root=request.getfixturevalue(request.param), out=out, **more)
     assert "held-out accuracy" in done.out
     for name in ("confusion.png", "test_images.png"):
         picture = matplotlib.image.imread(out / name)
@@ -114,7 +94,7 @@ def test_a_small_set_is_learnt(trained):
     assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"]
     assert metrics["latency_ms"] > 0 and metrics["latency_one_ms"] > 0
     assert metrics["peak_memory_gb"] is None
-    saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    saved = torch.load(last(out), weights_only=True)["state_dict"]
     assert metrics["parameters"] == sum(v.numel() for v in saved.values())
 
 
@@ -166,18 +146,6 @@ def test_test_images_are_normalised_and_nothing_else(close, pictures):
         assert truth.tolist() == labels.tolist() and numbers.tolist() == list(range(50))
     (held,) = data.val_dataloader()
     assert len(held) == 3  # no moves
-
-
-class Watcher(ImageTask):
-    """Remembers the batches that it is trained on."""
-
-    def __init__(self, net: NDLightNet) -> None:
-        super().__init__(net)
-        self.batches: list[tuple[torch.Tensor, ...]] = []
-
-    def training_step(self, batch, number):
-        self.batches.append(tuple(tensor.clone() for tensor in batch))
-        return super().training_step(batch, number)
 
 
 def watched(root: Path, folder: Path, epochs: int, **net) -> list[tuple[torch.Tensor, ...]]:
