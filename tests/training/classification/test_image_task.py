@@ -1,4 +1,4 @@
-"""Images and volumes: data in memory, what a run leaves, its measures, and the configs."""
+"""Images and volumes in memory: their splits and batches, what a run leaves, its measures."""
 
 import json
 import re
@@ -43,58 +43,34 @@ def pictures(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def volumes(tmp_path_factory) -> Path:
-    """An npz file of volumes with a small or a large ball, with a part for validation."""
-    rng = np.random.default_rng(0)
-    far = np.linalg.norm(np.stack(np.indices((7, 6, 5))) - 2.5, axis=0)
-    content = {}
-    for split, count in (("train", 64), ("val", 16), ("test", 24)):
-        labels = rng.integers(0, 2, (count, 1))
-        balls = far < 1.2 + 1.5 * labels[..., None, None]
-        content |= {f"{split}_images": (255 * balls).astype(np.uint8), f"{split}_labels": labels}
-    path = tmp_path_factory.mktemp("npz") / "balls.npz"
-    np.savez(path, **content)
-    return path
-
-
 tiny = launcher(ImageTask, ImageData, TINY)
-VOLUMES = {
-    "net": {"dims": 3, "in_chans": 1, "num_classes": 2},
-    "data": {"classes": ["small", "large"], "flips": [0, 2]},
-    "trainer": {"max_epochs": 12},
-}
 
 
-@pytest.fixture(scope="module", params=["pictures", "volumes"])
-def trained(request, tiny, tmp_path_factory) -> tuple[str, Path]:
-    """The kind of data, and the folder of a finished fit and test."""
-    out = tmp_path_factory.mktemp(request.param)
-    more = VOLUMES if request.param == "volumes" else {"net": {"in_chans": 1}}
-    done = fit_and_test(tiny, root=request.getfixturevalue(request.param), out=out, **more)
+@pytest.fixture(scope="module")
+def trained(tiny, pictures, tmp_path_factory) -> Path:
+    """The folder of a finished fit and test."""
+    out, data = tmp_path_factory.mktemp("out"), {"classes": ["noise", "rows", "columns"]}
+    done = fit_and_test(tiny, root=pictures, out=out, data=data, net={"in_chans": 1})
     assert "held-out accuracy" in done.out
     for name in ("confusion.png", "test_images.png"):
         picture = matplotlib.image.imread(out / name)
         assert min(picture.shape[:2]) > 150 and picture.std() > 0.05
-    return request.param, out
+    return out
 
 
 @pytest.mark.slow
 def test_a_small_set_is_learnt(trained):
-    kind, out = trained
-    metrics = json.loads((out / "metrics.json").read_text())
+    metrics = json.loads((trained / "metrics.json").read_text())
     matrix = np.array(metrics["confusion"])
-    assert metrics["images"] == matrix.sum() == (50 if kind == "pictures" else 24)
+    assert metrics["images"] == matrix.sum() == 50
     assert metrics["top1"] == pytest.approx(matrix.trace() / matrix.sum(), abs=1e-5)
     assert metrics["top1"] > 0.95 > 0.8 > metrics["majority_class"] and metrics["auc"] > 0.95
-    assert list(metrics["recall"]) == (["0", "1", "2"] if kind == "pictures" else ["small", "large"])
-    assert metrics["tokens"] == (4 * 4 if kind == "pictures" else 4 * 3 * 3)
-    # 216 of 240 in whole batches of 16; all 64
-    assert metrics["steps"] == (4 * 13 if kind == "pictures" else 12 * 4)
+    assert list(metrics["recall"]) == ["noise", "rows", "columns"]
+    assert metrics["tokens"] == 4 * 4 and metrics["steps"] == 4 * 13  # 216 of 240 in whole batches of 16
     assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"]
     assert metrics["latency_ms"] > 0 and metrics["latency_one_ms"] > 0
     assert metrics["peak_memory_gb"] is None
-    saved = torch.load(last(out), weights_only=True)["state_dict"]
+    saved = torch.load(last(trained), weights_only=True)["state_dict"]
     assert metrics["parameters"] == sum(v.numel() for v in saved.values())
 
 
@@ -117,7 +93,7 @@ def test_what_does_not_fit_the_data(pictures, options, net, text):
         set_up(ImageTask(NDLightNet(**arguments)), ImageData(str(pictures), **options))
 
 
-def test_splits_of_the_data(pictures, volumes):
+def test_splits_of_the_data(pictures, tmp_path):
     data = ImageData(str(pictures), validation=0.25, train_limit=30)
     data.setup("fit")
     assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (30, 60, 50)
@@ -128,9 +104,14 @@ def test_splits_of_the_data(pictures, volumes):
     )
     assert not set(train) & set(held) and held == list(range(0, 240, 4))
     assert torch.equal(data.train_set.labels, labels[train])
-    data = ImageData(str(volumes))
+    counts = {"train": 64, "val": 16, "test": 24}  # volumes with their own part for validation
+    content = {f"{split}_images": np.zeros((count, 7, 6, 5), np.uint8) for split, count in counts.items()}
+    content |= {f"{split}_labels": np.arange(count)[:, None] % 2 for split, count in counts.items()}
+    np.savez(tmp_path / "volumes.npz", **content)
+    data = ImageData(str(tmp_path / "volumes.npz"))
     data.setup("fit")
     assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (64, 16, 24)
+    assert data.train_set.images.shape == (64, 7, 6, 5)
 
 
 def test_test_images_are_normalised_and_nothing_else(close, pictures):

@@ -61,7 +61,7 @@ def test_what_generate_refuses_is_one_line(trained, tmp_path):
         ([f"--ckpt_path={tmp_path}/a/a.ckpt"], f"{tmp_path}/config.yaml: no such file, which"),
         ([ckpt, "--top_k=0"], "top_k=0: expected 1 to 256"),
         ([ckpt, "--prompt="], r"prompt \(0,\): expected \(tokens,\)"),
-        ([ckpt, "--model.net.embed_dim=8"], ".*best.ckpt: the checkpoint of another network"),
+        ([ckpt, "--model.net.embed_dim=16"], ".*best.ckpt: the checkpoint of another network"),
     ):
         with pytest.raises(DataError, match=f"^{message}"):
             generate(arguments)

@@ -2,7 +2,7 @@
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from ndlightnet.training.segmentation import bundle as bundles
 from ndlightnet.training.segmentation.bundle_files import inference_of
 from tests.training.conftest import UNET, last, options
 from tests.training.conftest import launch as command_line
+from tests.training.forked import run_forked
 
-ROOT = Path(__file__).parents[3]
 CT = {"low": -912, "high": 469, "mean": -164, "deviation": 355}
 # left, back and head, 7 degrees about z, 1.5 x 2 x 2.5 mm
 TURN = np.array([[-np.cos(0.12), np.sin(0.12), 0], [-np.sin(0.12), -np.cos(0.12), 0], [0, 0, 1]])
@@ -148,19 +148,23 @@ def test_resampled_windows_of_an_ensemble(resampled, tmp_path):
     assert differ <= 1e-4 * count
 
 
+def bundle_command(folder: Path, *words: str) -> None:
+    """`python -m monai.bundle` in `folder`."""
+    os.chdir(folder)
+    sys.argv = ["monai.bundle", *words]
+    runpy.run_module("monai.bundle", run_name="__main__")
+
+
 @pytest.mark.slow
 def test_monai_runs_it_from_anywhere(channels, tmp_path):
-    """`python -m monai.bundle run` in a process of its own, on the scans' own grids."""
+    """In a process of its own, on the scans' own grids."""
     pytest.importorskip("ignite", reason="pytorch-ignite runs bundles")
     pytest.importorskip("fire", reason="the command line of monai.bundle")
     root, predictions = exported(channels, tmp_path), predicted(channels, tmp_path)
     config, scans = root / "configs" / "inference.json", channels.parent / "scans" / "imagesTs"
     options = {"bundle_root": root, "config_file": config, "dataset_dir": scans}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "kernels", *sys.path]))}
-    command = [sys.executable, "-m", "monai.bundle", "run", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    assert run_forked(tmp_path / "log", bundle_command, tmp_path, "run", *words) == [0]
     assert compare(predictions / "c2.nii.gz", root / "eval" / "c2_0000_seg.nii.gz") == (0, 13 * 11 * 9)
 
 

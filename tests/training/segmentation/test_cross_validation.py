@@ -60,6 +60,7 @@ def cross(write_decathlon, tmp_path_factory) -> tuple[Path, list[SimpleNamespace
         start(task)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ndlightnet.training.segmentation.segmentation_task.save_case", lambda *_: None)  # takes long
         for name, method in (("training_step", training_step), ("_case", on_case), ("on_test_start", on_test_start)):
             patch.setattr(SegmentationTask, name, method)
         for number in range(3):

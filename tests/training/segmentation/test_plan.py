@@ -35,8 +35,8 @@ BY_HAND = {
     "one slice": ((320, 320, 1), (0.8, 0.8, 8), [320, 320, 1], [THICK] * 5),
     "a few voxels": ((7, 3, 5), (1, 1, 1), [7, 3, 5], []),
     # scanners' edges differ in the third digit; one voxel more is a step of 16 more
-    "a hundredth less": ((63.96,) * 3, (1, 1, 1), [64] * 3, [FINE] * 3),
-    "a hundredth more": ((64.04,) * 3, (1, 1, 1), [64] * 3, [FINE] * 3),
+    "a hundredth less": ((63.96,) * 3, (1, 1, 1), [64] * 3, [FINE] * 4),
+    "a hundredth more": ((64.04,) * 3, (1, 1, 1), [64] * 3, [FINE] * 4),
     "a voxel more": ((65,) * 3, (1, 1, 1), [80] * 3, [FINE] * 4),
 }
 

@@ -31,13 +31,18 @@ def labels_of(predict, tmp_path, monkeypatch) -> Callable[..., np.ndarray]:
     return run
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 1, 3)])
-def test_prediction_lies_on_its_voxels(labels_of, tmp_path, network, order):
-    """A "network" that says 1 above 100: the file's own threshold, whatever way the file lies."""
-    voxels = random_image(SHAPE)
+WINDOWS = ("--model.window=[5,8,4]", "--model.overlap=0.25")
+
+
+@pytest.mark.parametrize("order, more", [((0, 1, 2, 3), ()), ((2, 0, 1, 3), ()), ((0, 1, 2, 3), WINDOWS)])
+def test_prediction_lies_on_its_voxels(labels_of, tmp_path, network, order, more):
+    """A "network" that says 1 above 100: the file's own threshold, whatever way the file lies, also in windows, whose
+    borders do not matter to a network without reach."""
+    voxels, shapes = random_image(SHAPE), []
     file = write(tmp_path / "a.nii.gz", voxels, AFFINE[:, order])
-    network(lambda x: x)
-    np.testing.assert_array_equal(labels_of(file, units(mean=100)), voxels > 100)
+    network(lambda x: shapes.extend([x.shape[2:]] * len(x)) or x)
+    np.testing.assert_array_equal(labels_of(file, units(mean=100), *more), voxels > 100)
+    assert not more or (set(shapes) == {(5, 8, 4)} and len(shapes) > 8)
 
 
 @pytest.mark.parametrize("spacing", [(1.0, 2.5, 4.0), (2.0, 1.0, 1.3)])
@@ -107,17 +112,6 @@ def test_an_ensemble_is_the_mean_of_its_networks(labels_of, checkpoints, tmp_pat
     np.testing.assert_array_equal(labels[sure], mean.argmax(0).numpy()[sure])
     # neither of them alone would have passed
     assert all((one.argmax(0).numpy() != mean.argmax(0).numpy())[sure].any() for one in logits)
-
-
-def test_windows_give_what_the_whole_gives(labels_of, tmp_path, network):
-    """Of a network without reach, whose windows' borders do not matter."""
-    shapes = []
-    voxels = random_image(SHAPE)
-    file = write(tmp_path / "a.nii.gz", voxels, AFFINE)
-    network(lambda x: shapes.extend([x.shape[2:]] * len(x)) or x)
-    labels = labels_of(file, units(mean=100), "--model.window=[5,8,4]", "--model.overlap=0.25")
-    np.testing.assert_array_equal(labels, voxels > 100)
-    assert set(shapes) == {(5, 8, 4)} and len(shapes) > 8
 
 
 def test_errors_and_notes_of_single_cases(predict, tmp_path, network):

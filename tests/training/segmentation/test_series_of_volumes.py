@@ -52,7 +52,8 @@ def run(moving, segment, tmp_path_factory) -> Path:
     return out
 
 
-def test_labels_are_written_on_the_grid_of_the_series(run, moving):
+def test_labels_are_written_on_the_grid_of_the_series_and_measured(run, moving):
+    """Dice over all frames, both as they are on disk."""
     source = nibabel.load(moving / "imagesTs" / NAME)
     assert source.affine[0, 0] < 0
     for kind in ("test", "predictions"):
@@ -63,10 +64,6 @@ def test_labels_are_written_on_the_grid_of_the_series(run, moving):
         picture = matplotlib.image.imread(run / kind / "moving_phantom_002.png")
         assert picture.shape[0] > 200 and picture.shape[1] > 600 and picture.std() > 0.05
         assert 'src="moving_phantom_002.png"' in (run / kind / "index.html").read_text()
-
-
-def test_dice_in_the_metrics_is_that_of_the_files(run, moving):
-    """Over all frames, both as they are on disk."""
     a, b = (np.asarray(nibabel.load(path).dataobj) for path in (run / "test" / NAME, moving / "labelsTs" / NAME))
     dice = [2 * ((a == n) & (b == n)).sum() / ((a == n).sum() + (b == n).sum()) for n in range(1, len(LABELS))]
     metrics = json.loads((run / "metrics.json").read_text())
