@@ -17,19 +17,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image
 
-from ndlightnet.training import (
-    ImageFolders,
-    ImageTask,
-    LabelledData,
-    PretrainTask,
-    SegmentationTask,
-    SignalData,
-    SignalTask,
-    VideoData,
-    VideoTask,
-    VolumeData,
-    run,
-)
+from ndlightnet import training
 
 UNET = """
 seed_everything: 0
@@ -132,6 +120,10 @@ def options(**values: Any) -> list[str]:
     return [f"--{key}={x if isinstance(x, str | Path) else json.dumps(x)}" for key, x in pairs.items()]
 
 
+# options for the two labels and small volumes of `write_decathlon`
+SMALL = {"data": {"patch": [8, 8, 8]}, "net": {"out_channels": 2}}
+
+
 def last(out: Path) -> Path:
     """The last checkpoint of a run."""
     return out / "checkpoints" / "last.ckpt"
@@ -149,7 +141,7 @@ def launch(
         patch.setattr(sys, "argv", ["task.py", *map(str, words)])
         patch.setenv("COLUMNS", "300")  # rich breaks no line
         try:
-            status = run(task, data, Path("no default"), commands)
+            status = training.run(task, data, Path("no default"), commands)
         except SystemExit as stop:  # of wrong options
             status = int(stop.code or 0)
     return Done(status, out.getvalue(), err.getvalue())
@@ -161,7 +153,7 @@ def fit_and_test(command: Callable[..., Done], *words: str, **values: Any) -> Do
     return command("test", *words, **values, ckpt=last(values["out"])).well()
 
 
-class Watcher(ImageTask):
+class Watcher(training.ImageTask):
     """Remembers the batches that it is trained on."""
 
     def on_train_start(self) -> None:
@@ -189,11 +181,11 @@ def launcher(task: type, data: type, config: str) -> Callable[..., Callable[...,
     return fixture
 
 
-segment = launcher(SegmentationTask, VolumeData, UNET)
-classify = launcher(VideoTask, VideoData, NET)
-listen = launcher(SignalTask, SignalData, SIGNALS)
-recognise = launcher(ImageTask, ImageFolders, IMAGES)
-pretrain = launcher(PretrainTask, LabelledData, IMAGES.replace("num_classes: 3", "num_classes: 0"))
+segment = launcher(training.SegmentationTask, training.VolumeData, UNET)
+classify = launcher(training.VideoTask, training.VideoData, NET)
+listen = launcher(training.SignalTask, training.SignalData, SIGNALS)
+recognise = launcher(training.ImageTask, training.ImageFolders, IMAGES)
+pretrain = launcher(training.PretrainTask, training.LabelledData, IMAGES.replace("num_classes: 3", "num_classes: 0"))
 
 
 def write_text_run(folder: Path) -> Path:
@@ -219,6 +211,12 @@ def _stripes(folder: Path, train: int = 40, test: int = 10, side: int = 12) -> P
                 cells = (pattern[..., None] + tint).astype(np.uint8)
                 Image.fromarray(cells).save(folder / split / kind / f"{number:03d}.png")
     return folder
+
+
+@pytest.fixture(scope="session")
+def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of `write_stripes`."""
+    return _stripes(tmp_path_factory.mktemp("stripes"))
 
 
 @pytest.fixture(scope="session")

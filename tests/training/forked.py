@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,9 +40,13 @@ def run_forked(log: Path, function: Callable[..., int | None], *arguments: objec
         environment = {name: str(value) for name, value in names.items()} if count > 1 else {}
         processes.append(PROCESSES.Process(target=_main, args=(log, environment, function, arguments)))
         processes[-1].start()
+    end = time.monotonic() + SECONDS
+    while any(process.is_alive() for process in processes) and time.monotonic() < end:
+        if any(process.exitcode for process in processes):
+            break  # the others would wait for it
+        time.sleep(0.05)
     for process in processes:
-        process.join(SECONDS)
-        process.kill()  # one that waits for another, which has failed
+        process.kill()
         process.join()
     print(log.read_text()[-3000:])  # pytest shows it where a test fails
     return [process.exitcode for process in processes]

@@ -14,58 +14,40 @@ import torch
 import yaml
 from torch.utils._pytree import tree_leaves
 
+from ndlightnet import training
 from ndlightnet.data.made.digits import make_moving_digits
 from ndlightnet.data.series.hourly_series import Series, write_series
-from ndlightnet.training import (
-    GenerationTask,
-    ImageData,
-    ImageFolders,
-    ImageTask,
-    SegmentationTask,
-    SeriesData,
-    SignalData,
-    TextData,
-    VideoData,
-    VideoTask,
-    VolumeData,
-    run,
-)
 from ndlightnet.training.core.data_module import DataModule
 from tests.training.forked import run_forked
 
-# of each kind of data: the task, its data's class, the class and arguments of the network and those of the data
+# of each kind of data: the task, the class and arguments of the network and those of the data
 NET = "embed_dim: 8, depth: 2, drop_rate: 0.2, drop_path_rate: 0.5"
 KINDS = {
     "segmentation": (
-        SegmentationTask,
-        VolumeData,
+        training.SegmentationTask,
         """NDLightUNet, {dims: 3, in_channels: 1, out_channels: 2, strides: [2, 2], widths: [4, 8, 8],
             convs: [1, 1, 1], depths: [0, 1, 2], drop_path_rate: 0.5, deep_supervision: true}""",
         """VolumeData, {patch: [8, 8, 8], batch_size: 2, batches: 5,
             augment: {flip_axes: [0, 1, 2], turn: 0.5, shift: 1}}""",
     ),
     "video": (
-        VideoTask,
-        VideoData,
+        training.VideoTask,
         f"NDLightNet, {{{NET}, dims: 3, num_classes: 6, patch_size: [2, 8, 8]}}",
         "VideoData, {frames: 2, size: 16, batch_size: 5, clips: 1, hflip: true, repeats: 2, validation: 0.34}",
     ),
     "images": (
-        ImageTask,
-        ImageFolders,
+        training.ImageTask,
         f"NDLightNet, {{{NET}, dims: 2, num_classes: 3, patch_size: 2}}",
         """ImageFolders, {size: 6, batch_size: 4, hflip: 0.5, mixup: 0.5, cutmix: 0.5, randaugment: {num_ops: 1},
             color_jitter: 0.1, random_erasing: 0.3}""",
     ),
     "generation": (
-        GenerationTask,
-        ImageData,
+        training.GenerationTask,
         "NDLightDiT, {dims: 2, in_chans: 1, num_classes: 3, embed_dim: 8, depth: 2}",
         "ImageData, {batch_size: 4, train_limit: 20}",
     ),
     "volume": (
-        ImageTask,
-        ImageData,
+        training.ImageTask,
         f"NDLightNet, {{{NET}, dims: 3, in_chans: 1, num_classes: 2, patch_size: 2}}",
         """VolumeFolders, {size: [6, 5, 4], batch_size: 4, validation: 0.2, train_limit: 20,
             augment: {flip_axes: [0, 2], shift: 1, turn: 0.5}}""",
@@ -82,7 +64,7 @@ model: {lr: 0.01}
 
 
 def config(kind: str, root: Path, out: Path, workers: int, accelerator: str = "cpu") -> Path:
-    *_, net, data = KINDS[kind]
+    _, net, data = KINDS[kind]
     (net, net_arguments), (data, arguments) = (yaml.safe_load(f"[{entry}]") for entry in (net, data))
     if kind not in ("generation", "volume"):  # their batches are made where they are used
         arguments["workers"] = workers
@@ -99,7 +81,7 @@ def config(kind: str, root: Path, out: Path, workers: int, accelerator: str = "c
 def fit(kind: str, path: Path, die: int, more: tuple[str, ...]) -> int:
     """In a process of its own. Writes "step loss" line by line to `losses` beside the config; dies by
     its own hand, before the optimizer of step `die` steps."""
-    task, data, *_ = KINDS[kind]
+    task, *_ = KINDS[kind]
     step = task.training_step
 
     def logged(self, batch, number):
@@ -112,7 +94,7 @@ def fit(kind: str, path: Path, die: int, more: tuple[str, ...]) -> int:
 
     task.training_step = logged
     sys.argv = ["task.py", "fit", "--config", str(path), *more]
-    return run(task, data, Path("none"))
+    return training.run(task, DataModule, Path("none"))
 
 
 def train(kind: str, path: Path, die: int = -1, *more: str) -> int:
@@ -206,20 +188,21 @@ def test_killed_in_mid_epoch_and_resumed(kind, write_decathlon, write_stripes, t
 def small_data(kind: str, folder: Path, workers: int, write_recordings, write_stripes) -> DataModule:
     if kind == "text":
         (folder / "text").write_bytes(np.random.default_rng(0).integers(0, 256, 1000, np.uint8).tobytes())
-        root = str(folder / "text")
-        return TextData(root, length=16, windows=20, batch_size=4, lengths=(16,), test_bytes=32, workers=workers)
+        sizes = {"length": 16, "windows": 20, "batch_size": 4, "lengths": (16,), "test_bytes": 32}
+        return training.TextData(str(folder / "text"), workers=workers, **sizes)
     if kind == "forecast":
         values = torch.from_numpy(np.random.default_rng(0).normal(size=(130, 2)))
         write_series(folder / "hours.csv", Series(("A", "OT"), datetime(2020, 1, 1), values))
         sizes = {"input_length": 24, "horizon": 6, "split": (49, 90, 120), "batch_size": 4}
-        return SeriesData(str(folder), "hours.csv", workers=workers, **sizes)
+        return training.SeriesData(str(folder), "hours.csv", workers=workers, **sizes)
     if not (folder / "data").exists():
         {"signal": write_recordings, "images": lambda root: write_stripes(root, 8, 1)}[kind](folder / "data")
     if kind == "signal":
-        data = SignalData(str(folder / "data"), (64, 32), "padded", batch_size=2, workers=workers)
+        data = training.SignalData(str(folder / "data"), (64, 32), "padded", batch_size=2, workers=workers)
         data.trainer = SimpleNamespace(lightning_module=SimpleNamespace(net=None))
         return data
-    return ImageFolders(str(folder / "data"), 6, batch_size=4, hflip=0.5, mixup=0.5, cutmix=0.5, workers=workers)
+    draws = {"hflip": 0.5, "mixup": 0.5, "cutmix": 0.5}
+    return training.ImageFolders(str(folder / "data"), 6, batch_size=4, workers=workers, **draws)
 
 
 @pytest.mark.slow

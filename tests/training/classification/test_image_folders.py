@@ -21,21 +21,16 @@ from tests.training.conftest import fit_and_test, last
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, write_stripes) -> Path:
-    return write_stripes(tmp_path_factory.mktemp("stripes"))
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, folder, recognise) -> Path:
+def trained(tmp_path_factory, stripes, recognise) -> Path:
     """The folder of a finished fit and test."""
     out = tmp_path_factory.mktemp("out")
-    assert "held-out accuracy" in fit_and_test(recognise, root=folder, out=out).out
+    assert "held-out accuracy" in fit_and_test(recognise, root=stripes, out=out).out
     return out
 
 
 @pytest.fixture
-def copied(folder, tmp_path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
+def copied(stripes, tmp_path) -> Path:
+    return Path(shutil.copytree(stripes, tmp_path / "copy"))
 
 
 def data(root: Path, **options) -> ImageFolders:
@@ -55,13 +50,13 @@ def test_a_small_set_is_learnt(trained):
 
 
 @pytest.mark.slow
-def test_predictions_of_a_folder_with_odd_files(trained, folder, tmp_path, recognise):
+def test_predictions_of_a_folder_with_odd_files(trained, stripes, tmp_path, recognise):
     """Palettes, alpha, 16 bits, other sizes: predicted. Damaged: listed at the end, also if all are."""
     new = tmp_path / "new" / "deep" / "er"
     new.mkdir(parents=True)
     for kind in ("columns", "plain", "rows"):
-        Image.open(folder / "test" / kind / "000.png").resize((50, 30)).save(new / f"{kind}.webp")
-    image = Image.open(folder / "test" / "rows" / "001.png")
+        Image.open(stripes / "test" / kind / "000.png").resize((50, 30)).save(new / f"{kind}.webp")
+    image = Image.open(stripes / "test" / "rows" / "001.png")
     image.convert("P").save(new / "rows palette.png")
     image.convert("RGBA").save(new / "rows=alpha.png")
     Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257).save(new / "rows deep.png")
@@ -123,8 +118,8 @@ def test_a_checkpoint_of_other_classes(trained, copied, recognise, tmp_path):
     assert "expected a network with num_classes=2" in error
 
 
-def test_networks_of_other_libraries_are_tried_before_a_training(folder):
-    images = data(folder)
+def test_networks_of_other_libraries_are_tried_before_a_training(stripes):
+    images = data(stripes)
     images.setup("fit")
 
     def tried(net: nn.Module) -> nn.Module:
@@ -143,10 +138,10 @@ def test_networks_of_other_libraries_are_tried_before_a_training(folder):
             tried(nn.Linear(width, 3))
 
 
-def test_a_name_that_timm_does_not_know(folder, tmp_path, recognise):
+def test_a_name_that_timm_does_not_know(stripes, tmp_path, recognise):
     pytest.importorskip("timm")
     net = ("--model.net=timm.create_model", "--model.net.model_name=resnet10tt")
-    done = recognise("fit", *net, root=folder, out=tmp_path)
+    done = recognise("fit", *net, root=stripes, out=tmp_path)
     assert done.status == 1 and done.errors == ["error: RuntimeError: Unknown model (resnet10tt)"]
 
 
@@ -162,8 +157,8 @@ def test_a_validation_without_a_readable_file(copied, tmp_path, recognise):
     assert done.status == 1 and done.errors == [f"error: {copied}: validate: there is nothing to validate with"]
 
 
-def test_batches_are_bytes_until_they_are_on_the_device(folder):
-    images = data(folder, validation=0.2)
+def test_batches_are_bytes_until_they_are_on_the_device(stripes):
+    images = data(stripes, validation=0.2)
     images.setup("fit")
     assert images.classes == ("columns", "plain", "rows") and images.space == (8, 8)
     assert (len(images.train_set), len(images.val_set)) == (96, 24)
@@ -181,8 +176,8 @@ def test_batches_are_bytes_until_they_are_on_the_device(folder):
     assert images.to_pixels(torch.full((1, 3, 2, 2), 99.0)).unique().tolist() == [255]
 
 
-def test_grey_images_of_two_sides(folder):
-    images = data(folder, size=[6, 10], channels=1)
+def test_grey_images_of_two_sides(stripes):
+    images = data(stripes, size=[6, 10], channels=1)
     images.setup("fit")
     assert (images.space, images.channels) == ((6, 10), 1)
     batch = next(iter(images.val_dataloader()))
@@ -190,10 +185,10 @@ def test_grey_images_of_two_sides(folder):
     assert x.shape[1:] == (1, 6, 10) and torch.equal(images.to_pixels(x), batch[0])
 
 
-def test_options_reach_the_transforms(folder):
+def test_options_reach_the_transforms(stripes):
     """The border that `crop_pct` leaves out, the colour of erased boxes, crops of one scale."""
     mean = {"mean": [0.2, 0.4, 0.6], "std": [1.0] * 3}
-    images = data(folder, padding=2, random_erasing=1.0, crop_pct=0.5, mixup=0.3, cutmix=0.7, **mean)
+    images = data(stripes, padding=2, random_erasing=1.0, crop_pct=0.5, mixup=0.3, cutmix=0.7, **mean)
     framed = Image.new("RGB", (16, 16), "white")
     framed.paste((9, 9, 9), (4, 4, 12, 12))
     assert images.evaluate(framed).unique().tolist() == [9]

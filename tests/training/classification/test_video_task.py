@@ -76,6 +76,7 @@ def test_the_page_of_the_test_shows_all_and_the_table_names_the_files(run, digit
     assert right / 6 == pytest.approx(metrics["top1"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_predict_agrees_with_test_without_the_training_data(run, classify, digits, tmp_path):
     """The same checkpoint on the same files: the confusion matrix comes out again. A text costs a line."""
     shutil.copytree(digits / "test", tmp_path / "in")
@@ -136,6 +137,7 @@ def test_videos_of_which_some_are_broken(run, classify, tmp_path):
     assert len(list(out.glob("*.png"))) == len(GOOD) and len(list(out.iterdir())) == len(GOOD) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validation", [0.5, 0])
 def test_a_run_that_breaks_off_leaves_its_last_epoch(run, classify, digits, tmp_path, monkeypatch, validation):
     def step(task, *_):

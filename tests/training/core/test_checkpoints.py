@@ -14,8 +14,7 @@ from torch import nn
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import ImageTask
 from ndlightnet.training.core.checkpoints import AtomicCheckpoints, check_checkpoint
-
-SMALL = {"data": {"patch": [8, 8, 8]}, "net": {"out_channels": 2}}
+from tests.training.conftest import SMALL
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(full_disk, tmp_path):

@@ -16,15 +16,10 @@ from tests.training.conftest import fit_and_test, last, set_up
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, write_stripes) -> Path:
-    return write_stripes(tmp_path_factory.mktemp("stripes"))
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, folder, pretrain) -> Path:
+def trained(tmp_path_factory, stripes, pretrain) -> Path:
     """The folder of a finished fit and test."""
     out = tmp_path_factory.mktemp("out")
-    done = fit_and_test(pretrain, root=folder, out=out)
+    done = fit_and_test(pretrain, root=stripes, out=out)
     assert "of what was dropped, over 30 samples" in done.out
     return out
 
@@ -45,9 +40,9 @@ def test_it_leaves_checkpoints_metrics_and_sheets(trained):
 
 
 @pytest.mark.slow
-def test_a_training_begins_with_its_weights(trained, folder, recognise, tmp_path):
+def test_a_training_begins_with_its_weights(trained, stripes, recognise, tmp_path):
     """Those that fit; a line names the head, which is as drawn."""
-    checkpoint, places = last(trained), {"root": folder, "out": tmp_path}
+    checkpoint, places = last(trained), {"root": stripes, "out": tmp_path}
     rates = {"lr": 1e-9, "min_lr": 0, "init": str(checkpoint)}
     done = recognise("fit", "--trainer.max_epochs=1", **places, model=rates).well()
     # a test does not read it: a config with `init` works where the file is gone
@@ -94,9 +89,9 @@ def network(**options) -> NDLightNet:
         (torch.nn.Identity, {}, "model.net: Identity, expected an"),
     ],
 )
-def test_wrong_options(folder, net, options, message):
+def test_wrong_options(stripes, net, options, message):
     with pytest.raises(DataError, match=f"^{message}"):
-        set_up(PretrainTask(net(), **options), ImageFolders(str(folder), 8))
+        set_up(PretrainTask(net(), **options), ImageFolders(str(stripes), 8))
 
 
 def test_files_that_cannot_begin_a_training(tmp_path):

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from ndlightnet import NDLightUNet
 from ndlightnet.data.made.phantoms import make_phantoms
-from tests.training.conftest import last
+from tests.training.conftest import SMALL, last
 
 
 @pytest.fixture(scope="session")
 def checkpoints(segment, write_decathlon, tmp_path_factory) -> list[Path]:
     """Of two trainings on a folder that is gone since."""
     folder = tmp_path_factory.mktemp("trained")
-    root, small = write_decathlon(folder / "data"), {"data": {"patch": [8, 8, 8]}, "net": {"out_channels": 2}}
+    root = write_decathlon(folder / "data")
     for seed in (0, 1):
-        segment("fit", f"--seed_everything={seed}", out=folder / str(seed), root=root, **small).well()
+        segment("fit", f"--seed_everything={seed}", out=folder / str(seed), root=root, **SMALL).well()
     shutil.rmtree(root)
     return [last(folder / str(seed)) for seed in (0, 1)]
 

@@ -71,7 +71,8 @@ def cross(write_decathlon, tmp_path_factory) -> tuple[Path, list[SimpleNamespace
                     launch(*arguments, commands={"folds": folds}, **places)
             else:
                 calls[-1].out = launch(*arguments, commands={"folds": folds}, **places).well().out
-                calls[-1].pooled = metrics_of(folder, "run")
+            pooled = (folder / "run" / "metrics.json").exists()
+            calls[-1].pooled = metrics_of(folder, "run") if pooled else None
             calls[-1].stamps = stamps(folder / "run")
             calls[-1].metrics = [
                 path.name for path in sorted((folder / "run").glob("fold_?")) if "cases" in metrics_of(path)
@@ -85,7 +86,7 @@ def test_done_is_done_and_what_was_killed_goes_on(cross):
     first, second, third = cross[1]
     assert first.steps == [(0, n) for n in range(4)] + [(1, n) for n in range(4)]
     assert second.steps == [(1, 2), (1, 3)] and third.steps == third.predicted == []
-    assert (first.metrics, second.metrics) == (["fold_0"], ["fold_0", "fold_1"])
+    assert (first.metrics, second.metrics, first.pooled) == (["fold_0"], ["fold_0", "fold_1"], None)
     unchanged = {path: at for path, at in first.stamps.items() if "fold_0" in path.parts}
     assert len(unchanged) > 2 and unchanged.items() <= second.stamps.items()
     assert third.stamps == second.stamps and third.pooled == second.pooled

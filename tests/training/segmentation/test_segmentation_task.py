@@ -14,10 +14,7 @@ from ndlightnet.data.made.phantoms import LABELS
 from ndlightnet.data.volume.crops import Crops
 from ndlightnet.data.volume.transforms import Intensity
 from ndlightnet.training import SegmentationTask, VolumeData
-from tests.training.conftest import fit_and_test, last
-
-# for the decathlon's two labels and small volumes
-SMALL = {"data": {"patch": [8, 8, 8]}, "net": {"out_channels": 2}}
+from tests.training.conftest import SMALL, fit_and_test, last
 
 
 def logged(out: Path, name: str) -> list[float]:

@@ -52,6 +52,7 @@ def run(moving, segment, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_labels_are_written_on_the_grid_of_the_series_and_measured(run, moving):
     """Dice over all frames, both as they are on disk."""
     source = nibabel.load(moving / "imagesTs" / NAME)
