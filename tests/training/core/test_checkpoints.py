@@ -14,7 +14,8 @@ from torch import nn
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import ImageTask
 from ndlightnet.training.core.checkpoints import AtomicCheckpoints, check_checkpoint
-from tests.training.conftest import SMALL
+
+SMALL = {"data": {"patch": [8, 8, 8]}, "net": {"out_channels": 2}}
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(full_disk, tmp_path):
