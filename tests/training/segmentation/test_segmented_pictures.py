@@ -61,24 +61,31 @@ def test_fit_test_predict(segment, tmp_path):
     assert (out / "predictions" / "c2.png").is_file()  # the picture of the case
 
 
-@pytest.mark.parametrize("ending, mode", [(".png", "RGB"), (".tif", "L")])
-def test_cases_are_read_and_labels_written_as_they_lie(tmp_path, ending, mode):
-    folder = read_dataset(draw(tmp_path, ending, mode))
-    assert (len(folder.training), len(folder.test), folder.channels) == (2, 1, tuple(mode))
-    volume = Volume.read(folder.training[0], 2, len(mode))
+def test_cases_are_read_as_they_lie(tmp_path):
+    folder = read_dataset(draw(tmp_path))
+    assert (len(folder.training), len(folder.test), folder.channels) == (2, 1, ("R", "G", "B"))
+    volume = Volume.read(folder.training[0], 2, 3)
     with Image.open(folder.training[0].images[0]) as image:
         cells = np.array(image)
-    assert volume.image.shape == (len(mode), 40, 30, 1)
-    np.testing.assert_array_equal(volume.image.numpy()[:, :, :, 0].T, cells.reshape(30, 40, len(mode)))
+    assert volume.image.shape == (3, 40, 30, 1)
+    np.testing.assert_array_equal(volume.image.numpy()[:, :, :, 0].T, cells)
     labels = volume.label[0].numpy()
     assert 0 < labels.sum() < 200
-    for factor, depth in ((1, "L"), (300, "I;16")):
-        volume.save_labels(torch.from_numpy(factor * labels), tmp_path / f"x{ending}")
-        with Image.open(tmp_path / f"x{ending}") as image:
-            np.testing.assert_array_equal(np.array(image), factor * labels[:, :, 0].T)
-            assert image.mode == depth and image.info["dpi"] == pytest.approx((200, 100), rel=1e-3)
-    with pytest.raises(ValueError, match=rf"written as \{ending}, got x\.nii\.gz"):
+    volume.save_labels(torch.from_numpy(300 * labels), tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as image:
+        np.testing.assert_array_equal(np.array(image), 300 * labels[:, :, 0].T)
+    with pytest.raises(ValueError, match=r"written as \.png, got x\.nii\.gz"):
         volume.save_labels(labels, tmp_path / "x.nii.gz")
+
+
+@pytest.mark.parametrize("ending, mode", [(".png", "RGB"), (".tif", "L")])
+def test_labels_are_written_in_the_format_of_the_picture(tmp_path, ending, mode):
+    volume = Volume.read(read_dataset(draw(tmp_path, ending, mode)).training[0], 2, len(mode))
+    for factor, depth in ((1, "L"), (300, "I;16")):
+        volume.save_labels(factor * volume.label[0].int(), tmp_path / f"x{ending}")
+        with Image.open(tmp_path / f"x{ending}") as image:
+            np.testing.assert_array_equal(np.array(image), factor * volume.label[0, :, :, 0].int().numpy().T)
+            assert image.mode == depth and image.info["dpi"] == pytest.approx((200, 100), rel=1e-3)
 
 
 def read(path: Path, image: Image.Image | np.ndarray, **options: object) -> Volume:
