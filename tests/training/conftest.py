@@ -8,27 +8,16 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import nibabel
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image
 
-from ndlightnet.training import (
-    ImageFolders,
-    ImageTask,
-    LabelledData,
-    PretrainTask,
-    SegmentationTask,
-    SignalData,
-    SignalTask,
-    VideoData,
-    VideoTask,
-    VolumeData,
-    run,
-)
+from ndlightnet import training
 
 UNET = """
 seed_everything: 0
@@ -77,6 +66,18 @@ data:
   class_path: ndlightnet.training.ImageFolders
   init_args: {root: nowhere, size: 8, scale: [0.5, 1], batch_size: 16, crop_pct: 1, workers: 0}
 """
+TEXT = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 1, log_every_n_steps: 1, enable_progress_bar: false,
+          default_root_dir: ROOT/run}
+model:
+  net:
+    class_path: ndlightnet.NDLightNet
+    init_args: {dims: 1, vocab_size: 256, causal: true, embed_dim: 8, depth: 1}
+data:
+  class_path: ndlightnet.training.TextData
+  init_args: {root: ROOT/text, length: 8, windows: 2, batch_size: 2, lengths: [8], test_bytes: 16, workers: 0}
+"""
 
 
 class Done(NamedTuple):
@@ -94,22 +95,73 @@ class Done(NamedTuple):
     def notes(self) -> list[str]:
         return [line for line in self.err.splitlines() if line.startswith("note: ")]
 
+    def well(self) -> "Done":
+        """The same, of a command that must not have failed."""
+        assert (self.status, self.errors) == (0, []), self.err[-2000:]
+        return self
 
-def launch(task: type, data: type, config: str, folder: Path, *arguments: object) -> Done:
-    """`run` with these arguments; `config` is put before those of the first, the subcommand."""
+
+# what `options` calls these options
+PATHS = {
+    "out": "trainer.default_root_dir",
+    "root": "data.init_args.root",
+    "input": "data.init_args.input",
+    "ckpt": "ckpt_path",
+}
+SECTIONS = {"trainer": "trainer", "model": "model", "net": "model.net.init_args", "data": "data.init_args"}
+
+
+def options(**values: Any) -> list[str]:
+    """Options of a command line: out, root, input and ckpt are paths; trainer, model, net and data are dictionaries."""
+    pairs = {PATHS[name]: value for name, value in values.items() if name in PATHS}
+    for name, section in SECTIONS.items():
+        pairs |= {f"{section}.{key}": value for key, value in values.pop(name, {}).items()}
+    assert not values.keys() - PATHS.keys(), values
+    return [f"--{key}={x if isinstance(x, str | Path) else json.dumps(x)}" for key, x in pairs.items()]
+
+
+# options for the two labels and small volumes of `write_decathlon`
+SMALL = {"data": {"patch": [8, 8, 8]}, "net": {"out_channels": 2}}
+
+
+def last(out: Path) -> Path:
+    """The last checkpoint of a run."""
+    return out / "checkpoints" / "last.ckpt"
+
+
+def launch(
+    task: type, data: type, config: str, folder: Path, command: str, /, *words: object, commands=None, **values: Any
+) -> Done:
+    """`run` with `config`, which is written to `folder`, further words of the command line and `options`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config)
-    command, *rest = map(str, arguments)
-    argv = ["task.py", command, "--config", str(folder / "config.yaml"), *rest]
+    words = (command, "--config", folder / "config.yaml", *words, *options(**values))
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", argv)
+        patch.setattr(sys, "argv", ["task.py", *map(str, words)])
         patch.setenv("COLUMNS", "300")  # rich breaks no line
         try:
-            status = run(task, data, Path("no default"))
+            status = training.run(task, data, Path("no default"), commands)
         except SystemExit as stop:  # of wrong options
             status = int(stop.code or 0)
     return Done(status, out.getvalue(), err.getvalue())
+
+
+def fit_and_test(command: Callable[..., Done], *words: str, **values: Any) -> Done:
+    """How a test of the last checkpoint ends, after a training with the same options."""
+    command("fit", *words, **values).well()
+    return command("test", *words, **values, ckpt=last(values["out"])).well()
+
+
+class Watcher(training.ImageTask):
+    """Remembers the batches that it is trained on."""
+
+    def on_train_start(self) -> None:
+        self.batches: list[tuple[torch.Tensor, ...]] = []
+
+    def training_step(self, batch: tuple[torch.Tensor, ...], number: int) -> torch.Tensor:
+        self.batches.append(tuple(tensor.clone() for tensor in batch))
+        return super().training_step(batch, number)
 
 
 def set_up(task: LightningModule, data: LightningDataModule, stage: str = "fit") -> None:
@@ -129,11 +181,18 @@ def launcher(task: type, data: type, config: str) -> Callable[..., Callable[...,
     return fixture
 
 
-segment = launcher(SegmentationTask, VolumeData, UNET)
-classify = launcher(VideoTask, VideoData, NET)
-listen = launcher(SignalTask, SignalData, SIGNALS)
-recognise = launcher(ImageTask, ImageFolders, IMAGES)
-pretrain = launcher(PretrainTask, LabelledData, IMAGES.replace("num_classes: 3", "num_classes: 0"))
+segment = launcher(training.SegmentationTask, training.VolumeData, UNET)
+classify = launcher(training.VideoTask, training.VideoData, NET)
+listen = launcher(training.SignalTask, training.SignalData, SIGNALS)
+recognise = launcher(training.ImageTask, training.ImageFolders, IMAGES)
+pretrain = launcher(training.PretrainTask, training.LabelledData, IMAGES.replace("num_classes: 3", "num_classes: 0"))
+
+
+def write_text_run(folder: Path) -> Path:
+    """A text of 512 bytes and a config of a language model of it, whose run is in `folder`/run; the config."""
+    (folder / "text").write_bytes(bytes(range(256)) * 2)
+    (folder / "c.yaml").write_text(TEXT.replace("ROOT", str(folder)))
+    return folder / "c.yaml"
 
 
 def _stripes(folder: Path, train: int = 40, test: int = 10, side: int = 12) -> Path:
@@ -152,6 +211,12 @@ def _stripes(folder: Path, train: int = 40, test: int = 10, side: int = 12) -> P
                 cells = (pattern[..., None] + tint).astype(np.uint8)
                 Image.fromarray(cells).save(folder / split / kind / f"{number:03d}.png")
     return folder
+
+
+@pytest.fixture(scope="session")
+def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of `write_stripes`."""
+    return _stripes(tmp_path_factory.mktemp("stripes"))
 
 
 @pytest.fixture(scope="session")
@@ -193,14 +258,6 @@ def _decathlon(folder: Path, channels: int = 1, cases: int = 4) -> Path:
 def write_decathlon() -> Callable[..., Path]:
     """write_decathlon(folder, channels=1, cases=4): tiny volumes of two labels, the last a test."""
     return _decathlon
-
-
-@pytest.fixture
-def unet_config(tmp_path: Path) -> Path:
-    """The config that the command line of segmentation is tested with."""
-    path = tmp_path / "unet.yaml"
-    path.write_text(UNET)
-    return path
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from ndlightnet import training
 from ndlightnet.__main__ import DOORS, _load
 from ndlightnet.data.folders import class_names
 from ndlightnet.data.image.image_sets import read_images
@@ -21,19 +22,6 @@ from ndlightnet.data.signal.recordings import read_recordings
 from ndlightnet.data.video.video_files import read_video_folder
 from ndlightnet.data.volume.datasets import read_dataset
 from ndlightnet.nn import mixers
-from ndlightnet.training import (
-    ForecastTask,
-    GenerationTask,
-    ImageFolders,
-    ImageTask,
-    LabelledData,
-    PretrainTask,
-    SegmentationTask,
-    SignalTask,
-    TaskCLI,
-    TextTask,
-    VideoTask,
-)
 from ndlightnet.training.core.optim import adamw_with_cosine
 from ndlightnet.training.generation.latents import Pixels
 
@@ -52,7 +40,7 @@ PAIRS = sorted(
     ((_load(door.task), _load(door.data)) for door in DOORS.values()), key=lambda pair: -len(pair[1].__mro__)
 )
 # of configs that end in these words: the task, for any of the labelled data
-ANY = {"gen": GenerationTask, "pretrain": PretrainTask}
+ANY = {"gen": training.GenerationTask, "pretrain": training.PretrainTask}
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 
 
@@ -76,51 +64,54 @@ def test_a_command_takes_the_data_of_a_config(config):
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    """build(config, *overrides): the command line with its model, data and trainer, not run."""
+    """build(config, *overrides): the command line with its model, of two blocks at most unless the overrides have
+    others, data and trainer, not run."""
 
-    def command_line(config: Path, *overrides: str) -> TaskCLI:
-        data = class_of(yaml.safe_load(config.read_text())["data"]["class_path"])
+    def command_line(config: Path, *overrides: str) -> training.TaskCLI:
+        read = yaml.safe_load(config.read_text())
+        data, depth = class_of(read["data"]["class_path"]), read["model"]["net"].get("init_args", {}).get("depth")
+        shallow = ["--model.net.init_args.depth=2"] if isinstance(depth, int) and depth > 2 else []
         pair = next(pair for pair in PAIRS if issubclass(data, pair[1]))
         task = ANY.get(config.stem.rsplit("_")[-1])
         args = ["--config", str(config), f"--trainer.default_root_dir={tmp_path / 'out'}"]
         monkeypatch.setattr(sys, "argv", ["task.py"])
-        pair = pair if task is None else (task, LabelledData)
-        return TaskCLI(*pair, run=False, args=[*args, "--trainer.accelerator=cpu", *overrides])
+        pair = pair if task is None else (task, training.LabelledData)
+        return training.TaskCLI(*pair, run=False, args=[*args, "--trainer.accelerator=cpu", *shallow, *overrides])
 
     return command_line
 
 
-def batch_for(cli: TaskCLI):
+def batch_for(cli: training.TaskCLI):
     """A random batch of what the config's data give, with few cells: 16 a side, 4 frames."""
     task, data, net = cli.model, cli.datamodule, cli.model.net
     labels = torch.arange(2)
-    if isinstance(task, TextTask):
+    if isinstance(task, training.TextTask):
         return torch.randint(256, (2, 33), dtype=torch.uint8)
-    if isinstance(task, PretrainTask):
+    if isinstance(task, training.PretrainTask):
         return torch.randn(2, net.in_chans, *[16] * net.dims), None, None
-    if isinstance(task, ForecastTask):
+    if isinstance(task, training.ForecastTask):
         columns = net.in_chans
         values = torch.randn(2, data.input_length, columns)
         return values, torch.rand(2, data.input_length + 40, 4), torch.randn(2, 40, columns), labels
-    if isinstance(task, SignalTask):
+    if isinstance(task, training.SignalTask):
         collate = PackCollate(net.embed.patch) if data.batching == "packed" else PadCollate()
         return collate([(torch.randn(net.in_chans, n), i, i) for i, n in enumerate((9, 14))])
-    if isinstance(task, VideoTask):
+    if isinstance(task, training.VideoTask):
         return torch.randn(2, 3, min(data.frames, 4), 16, 16), labels % net.num_classes, labels
-    if isinstance(task, SegmentationTask):
+    if isinstance(task, training.SegmentationTask):
         space = [min(side, 16) for side in data.patch]
         return torch.randn(2, net.in_channels, *space), torch.randint(net.out_channels, (2, 1, *space)), labels
     return torch.randn(2, net.in_chans, *[4] * net.dims), labels, labels
 
 
-def one_step(cli: TaskCLI, batch: object = None) -> None:
+def one_step(cli: training.TaskCLI, batch: object = None) -> None:
     """The loss is finite, every parameter gets a gradient, and those with one move."""
     task = cli.model.train()
     task._trainer = SimpleNamespace(
         estimated_stepping_batches=20, num_training_batches=5, accumulate_grad_batches=1, datamodule=cli.datamodule
     )
     task.log = lambda *_, **__: None
-    if isinstance(task, GenerationTask):
+    if isinstance(task, training.GenerationTask):
         task.codec, task.space = Pixels(cli.datamodule), (4,) * task.net.dims
         for value in task.net.parameters():  # else the zeros let nothing through
             torch.nn.init.normal_(value, std=0.02) if not value.any() else None
@@ -144,8 +135,7 @@ def one_step(cli: TaskCLI, batch: object = None) -> None:
 def test_a_config(build, config):
     """It builds what it names, takes a step, ends with a validation, writes into its own folder, and agrees with its
     data."""
-    shallow = ["--model.net.init_args.depth=2"] if config.stem.startswith("imagenet") else []
-    cli, read = build(config, *shallow), yaml.safe_load(config.read_text())
+    cli, read = build(config), yaml.safe_load(config.read_text())
     assert type(cli.model.net).__name__ == read["model"]["net"]["class_path"].rsplit(".")[-1]
     assert type(cli.datamodule).__name__ == read["data"]["class_path"].rsplit(".")[-1]
     assert cli.model.lr == read["model"].get("lr", 1e-3)
@@ -166,37 +156,37 @@ DRAWN = {
 }
 
 
-def agrees_with_its_data(cli: TaskCLI) -> None:
+def agrees_with_its_data(cli: training.TaskCLI) -> None:
     """The channels and classes of the network are those of the data, where these are here."""
     net, task, data = cli.model.net, cli.model, cli.datamodule
     root, classes = ROOT / getattr(data, "root", "none"), DRAWN.get(type(data).__name__)
-    if isinstance(task, TextTask):
+    if isinstance(task, training.TextTask):
         assert net.vocab_size == 256 and net.causal
     elif classes is None and not root.exists():
         return
-    elif isinstance(data, ImageFolders):
+    elif isinstance(data, training.ImageFolders):
         if classes is None and not (root / "train").is_dir():
             return
         classes = classes or class_names(root / "train")
-        classes = () if isinstance(task, PretrainTask) else classes
+        classes = () if isinstance(task, training.PretrainTask) else classes
         assert (net.dims, net.in_chans, net.num_classes) == (2, data.channels, len(classes))
-    elif isinstance(task, GenerationTask):
+    elif isinstance(task, training.GenerationTask):
         assert net.num_classes == len(classes or data.classes) and net.in_chans == data.channels
-    elif isinstance(task, ImageTask):
+    elif isinstance(task, training.ImageTask):
         images = read_images(root)["train"]
         assert net.dims == images.images.ndim - 1 and net.in_chans == 1
         assert net.num_classes == len(data.classes) == len(images.labels.unique())
-    elif isinstance(task, ForecastTask):
+    elif isinstance(task, training.ForecastTask):
         assert len(read_series(root / data.file, data.chosen_columns).columns) == net.in_chans
-    elif isinstance(task, SignalTask):
+    elif isinstance(task, training.SignalTask):
         assert (net.in_chans, net.num_classes) == (data.channels, len(set(read_recordings(root).digits)))
-    elif isinstance(task, VideoTask):
+    elif isinstance(task, training.VideoTask):
         classes = classes or read_video_folder(root).classes
         assert (net.in_chans, net.num_classes) == (data.channels, len(classes))
-    elif isinstance(task, SegmentationTask) and classes is None:
+    elif isinstance(task, training.SegmentationTask) and classes is None:
         folder = read_dataset(root)
         assert (net.in_channels, net.out_channels) == (len(folder.channels), len(folder.labels))
-    elif isinstance(task, SegmentationTask):
+    elif isinstance(task, training.SegmentationTask):
         assert net.out_channels == len(classes)
 
 

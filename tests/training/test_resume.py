@@ -1,12 +1,9 @@
 """A training that is killed and goes on is the training that was never killed, bit for bit."""
 
-import multiprocessing
 import os
-import shutil
 import signal
 import sys
 from datetime import datetime
-from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,57 +14,40 @@ import torch
 import yaml
 from torch.utils._pytree import tree_leaves
 
+from ndlightnet import training
 from ndlightnet.data.made.digits import make_moving_digits
 from ndlightnet.data.series.hourly_series import Series, write_series
-from ndlightnet.training import (
-    GenerationTask,
-    ImageData,
-    ImageFolders,
-    ImageTask,
-    SegmentationTask,
-    SeriesData,
-    SignalData,
-    TextData,
-    VideoData,
-    VideoTask,
-    VolumeData,
-    run,
-)
 from ndlightnet.training.core.data_module import DataModule
+from tests.training.forked import run_forked
 
-# of each kind of data: the task, its data's class, the class and arguments of the network and those of the data
+# of each kind of data: the task, the class and arguments of the network and those of the data
 NET = "embed_dim: 8, depth: 2, drop_rate: 0.2, drop_path_rate: 0.5"
 KINDS = {
     "segmentation": (
-        SegmentationTask,
-        VolumeData,
+        training.SegmentationTask,
         """NDLightUNet, {dims: 3, in_channels: 1, out_channels: 2, strides: [2, 2], widths: [4, 8, 8],
             convs: [1, 1, 1], depths: [0, 1, 2], drop_path_rate: 0.5, deep_supervision: true}""",
         """VolumeData, {patch: [8, 8, 8], batch_size: 2, batches: 5,
             augment: {flip_axes: [0, 1, 2], turn: 0.5, shift: 1}}""",
     ),
     "video": (
-        VideoTask,
-        VideoData,
+        training.VideoTask,
         f"NDLightNet, {{{NET}, dims: 3, num_classes: 6, patch_size: [2, 8, 8]}}",
         "VideoData, {frames: 2, size: 16, batch_size: 5, clips: 1, hflip: true, repeats: 2, validation: 0.34}",
     ),
     "images": (
-        ImageTask,
-        ImageFolders,
+        training.ImageTask,
         f"NDLightNet, {{{NET}, dims: 2, num_classes: 3, patch_size: 2}}",
         """ImageFolders, {size: 6, batch_size: 4, hflip: 0.5, mixup: 0.5, cutmix: 0.5, randaugment: {num_ops: 1},
             color_jitter: 0.1, random_erasing: 0.3}""",
     ),
     "generation": (
-        GenerationTask,
-        ImageData,
+        training.GenerationTask,
         "NDLightDiT, {dims: 2, in_chans: 1, num_classes: 3, embed_dim: 8, depth: 2}",
         "ImageData, {batch_size: 4, train_limit: 20}",
     ),
     "volume": (
-        ImageTask,
-        ImageData,
+        training.ImageTask,
         f"NDLightNet, {{{NET}, dims: 3, in_chans: 1, num_classes: 2, patch_size: 2}}",
         """VolumeFolders, {size: [6, 5, 4], batch_size: 4, validation: 0.2, train_limit: 20,
             augment: {flip_axes: [0, 2], shift: 1, turn: 0.5}}""",
@@ -81,15 +61,10 @@ trainer:
                                              init_args: {decay: 0.8, warmup: true}}]}
 model: {lr: 0.01}
 """
-# so that torch, Lightning and MONAI are imported once, and no process is forked that has threads
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["lightning.pytorch.cli", "monai.transforms", "matplotlib.pyplot", "ndlightnet.training"]
-)
 
 
 def config(kind: str, root: Path, out: Path, workers: int, accelerator: str = "cpu") -> Path:
-    *_, net, data = KINDS[kind]
+    _, net, data = KINDS[kind]
     (net, net_arguments), (data, arguments) = (yaml.safe_load(f"[{entry}]") for entry in (net, data))
     if kind not in ("generation", "volume"):  # their batches are made where they are used
         arguments["workers"] = workers
@@ -103,15 +78,10 @@ def config(kind: str, root: Path, out: Path, workers: int, accelerator: str = "c
     return out / "options.yaml"
 
 
-def fit(kind: str, path: Path, die: int, more: tuple[str, ...]) -> None:
+def fit(kind: str, path: Path, die: int, more: tuple[str, ...]) -> int:
     """In a process of its own. Writes "step loss" line by line to `losses` beside the config; dies by
     its own hand, before the optimizer of step `die` steps."""
-    task, data, *_ = KINDS[kind]
-    with open(path.with_name("log"), "a") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # of loaders, as in any process
+    task, *_ = KINDS[kind]
     step = task.training_step
 
     def logged(self, batch, number):
@@ -124,16 +94,13 @@ def fit(kind: str, path: Path, die: int, more: tuple[str, ...]) -> None:
 
     task.training_step = logged
     sys.argv = ["task.py", "fit", "--config", str(path), *more]
-    sys.exit(run(task, data, Path("none")))
+    return training.run(task, DataModule, Path("none"))
 
 
 def train(kind: str, path: Path, die: int = -1, *more: str) -> int:
     """The exit status."""
-    process = PROCESSES.Process(target=fit, args=(kind, path, die, more))
-    process.start()
-    process.join()
-    print(path.with_name("log").read_text()[-2000:])  # pytest shows it where a test fails
-    return process.exitcode
+    (status,) = run_forked(path.with_name("log"), fit, kind, path, die, more)
+    return status
 
 
 def checkpoint(out: Path, name: str) -> dict:
@@ -162,47 +129,25 @@ def same(one: object, two: object, path: str = "") -> None:
         assert one == two, path
 
 
-def write(kind: str, root: Path) -> None:
+def write(kind: str, root: Path) -> Path:
+    """The data of a kind in `root`, or in a file beside it."""
     rng = np.random.default_rng(0)
     if kind == "video":
-        make_moving_digits(root, 18, 6, frames=6, size=24, progress=False)
-    elif kind == "generation":
-        arrays = {}
+        return make_moving_digits(root, 18, 6, frames=6, size=24, progress=False)
+    if kind == "generation":
+        arrays, root = {}, root.with_suffix(".npz")
         for split, count in (("train", 30), ("test", 6)):
             arrays[f"{split}_images"] = rng.integers(0, 256, (count, 8, 8), np.uint8)
             arrays[f"{split}_labels"] = rng.integers(0, 3, (count, 1))
         np.savez(root, **arrays)
-    else:
-        for split, count in (("train", 13), ("test", 1)):
-            for name, deviation in (("dark", 1.0), ("bright", 2.0)):
-                (root / split / name).mkdir(parents=True)
-                for number in range(count):
-                    voxels = rng.normal(0, deviation, (6, 5, 4)).astype(np.float32)
-                    file = root / split / name / f"{number}.nii.gz"
-                    nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), file)
-
-
-@pytest.fixture(scope="module")
-def runs(write_decathlon, write_stripes, tmp_path_factory):
-    """runs(kind) -> (the data, the folder of a complete training, that of one that was killed, and a
-    copy of it: the best checkpoint is known where it was)."""
-    writers = {
-        "segmentation": lambda root: write_decathlon(root, cases=6),
-        "images": lambda root: write_stripes(root, 8, 1),
-    }
-
-    @cache
-    def make(kind: str) -> tuple[Path, Path, Path, Path]:
-        folder = tmp_path_factory.mktemp(kind)
-        root = folder / ("data.npz" if kind == "generation" else "data")
-        writers.get(kind, partial(write, kind))(root)
-        complete, killed = folder / "complete", folder / "killed"
-        assert train(kind, config(kind, root, complete, 0)) == 0
-        steps = len(losses(complete))
-        assert train(kind, config(kind, root, killed, 2), 2 * steps // 3 + 1) == -signal.SIGKILL
-        return root, complete, killed, shutil.copytree(killed, folder / "copy")
-
-    return make
+        return root
+    for split, count in (("train", 13), ("test", 1)):
+        for name, deviation in (("dark", 1.0), ("bright", 2.0)):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                voxels = rng.normal(0, deviation, (6, 5, 4)).astype(np.float32)
+                nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), root / split / name / f"{number}.nii.gz")
+    return root
 
 
 def losses(out: Path) -> list[tuple[int, str]]:
@@ -213,15 +158,21 @@ def losses(out: Path) -> list[tuple[int, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_in_mid_epoch_and_resumed(runs, kind):
+def test_killed_in_mid_epoch_and_resumed(kind, write_decathlon, write_stripes, tmp_path):
     """In the third epoch, which a resumed training begins with."""
-    root, complete, out, copy = runs(kind)
-    shutil.rmtree(out)
-    shutil.copytree(copy, out)
+    root, complete, out = tmp_path / "data", tmp_path / "complete", tmp_path / "killed"
+    if kind == "segmentation":
+        write_decathlon(root, cases=6)
+    elif kind == "images":
+        write_stripes(root, 8, 1)
+    else:
+        root = write(kind, root)
+    assert train(kind, config(kind, root, complete, 0)) == 0
     expected = losses(complete)
     done = 2 * len(expected) // 3
     assert done > 2 and [step for step, _ in expected] == list(range(len(expected)))
     assert len({loss for _, loss in expected}) == len(expected)  # no two steps are alike by themselves
+    assert train(kind, config(kind, root, out, 2), done + 1) == -signal.SIGKILL
     assert checkpoint(out, "last")["global_step"] == done
     resume = f"--ckpt_path={out}/checkpoints/last.ckpt"
     assert train(kind, config(kind, root, out, 2), -1, resume) == 0
@@ -237,20 +188,21 @@ def test_killed_in_mid_epoch_and_resumed(runs, kind):
 def small_data(kind: str, folder: Path, workers: int, write_recordings, write_stripes) -> DataModule:
     if kind == "text":
         (folder / "text").write_bytes(np.random.default_rng(0).integers(0, 256, 1000, np.uint8).tobytes())
-        root = str(folder / "text")
-        return TextData(root, length=16, windows=20, batch_size=4, lengths=(16,), test_bytes=32, workers=workers)
+        sizes = {"length": 16, "windows": 20, "batch_size": 4, "lengths": (16,), "test_bytes": 32}
+        return training.TextData(str(folder / "text"), workers=workers, **sizes)
     if kind == "forecast":
         values = torch.from_numpy(np.random.default_rng(0).normal(size=(130, 2)))
         write_series(folder / "hours.csv", Series(("A", "OT"), datetime(2020, 1, 1), values))
         sizes = {"input_length": 24, "horizon": 6, "split": (49, 90, 120), "batch_size": 4}
-        return SeriesData(str(folder), "hours.csv", workers=workers, **sizes)
+        return training.SeriesData(str(folder), "hours.csv", workers=workers, **sizes)
     if not (folder / "data").exists():
         {"signal": write_recordings, "images": lambda root: write_stripes(root, 8, 1)}[kind](folder / "data")
     if kind == "signal":
-        data = SignalData(str(folder / "data"), (64, 32), "padded", batch_size=2, workers=workers)
+        data = training.SignalData(str(folder / "data"), (64, 32), "padded", batch_size=2, workers=workers)
         data.trainer = SimpleNamespace(lightning_module=SimpleNamespace(net=None))
         return data
-    return ImageFolders(str(folder / "data"), 6, batch_size=4, hflip=0.5, mixup=0.5, cutmix=0.5, workers=workers)
+    draws = {"hflip": 0.5, "mixup": 0.5, "cutmix": 0.5}
+    return training.ImageFolders(str(folder / "data"), 6, batch_size=4, workers=workers, **draws)
 
 
 @pytest.mark.slow

@@ -17,33 +17,20 @@ from torch import nn
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.image.image_transforms import RandAugment
 from ndlightnet.training import ImageFolders, ImageTask
+from tests.training.conftest import fit_and_test, last
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, write_stripes) -> Path:
-    return write_stripes(tmp_path_factory.mktemp("stripes"))
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, folder, recognise) -> Path:
+def trained(tmp_path_factory, stripes, recognise) -> Path:
     """The folder of a finished fit and test."""
     out = tmp_path_factory.mktemp("out")
-    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={out}")
-    done = recognise("fit", *common)
-    assert (done.status, done.errors) == (0, [])
-    done = recognise("test", *common, last(out))
-    assert (done.status, done.errors) == (0, [])
-    assert "held-out accuracy" in done.out
+    assert "held-out accuracy" in fit_and_test(recognise, root=stripes, out=out).out
     return out
 
 
-def last(out: Path) -> str:
-    return f"--ckpt_path={out}/checkpoints/last.ckpt"
-
-
 @pytest.fixture
-def copied(folder, tmp_path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
+def copied(stripes, tmp_path) -> Path:
+    return Path(shutil.copytree(stripes, tmp_path / "copy"))
 
 
 def data(root: Path, **options) -> ImageFolders:
@@ -63,35 +50,29 @@ def test_a_small_set_is_learnt(trained):
 
 
 @pytest.mark.slow
-def test_predictions_of_a_folder_with_odd_files(trained, folder, tmp_path, recognise):
-    """Palettes, alpha, 16 bits, other sizes: predicted. Damaged: listed at the end."""
+def test_predictions_of_a_folder_with_odd_files(trained, stripes, tmp_path, recognise):
+    """Palettes, alpha, 16 bits, other sizes: predicted. Damaged: listed at the end, also if all are."""
     new = tmp_path / "new" / "deep" / "er"
     new.mkdir(parents=True)
     for kind in ("columns", "plain", "rows"):
-        Image.open(folder / "test" / kind / "000.png").resize((50, 30)).save(new / f"{kind}.webp")
-    image = Image.open(folder / "test" / "rows" / "001.png")
+        Image.open(stripes / "test" / kind / "000.png").resize((50, 30)).save(new / f"{kind}.webp")
+    image = Image.open(stripes / "test" / "rows" / "001.png")
     image.convert("P").save(new / "rows palette.png")
     image.convert("RGBA").save(new / "rows=alpha.png")
     Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257).save(new / "rows deep.png")
     (new / "cut.jpg").write_bytes(b"\xff\xd8\xff")
-    places = (f"--data.init_args.input={tmp_path / 'new'}", f"--trainer.default_root_dir={tmp_path / 'out'}")
-    done = recognise("predict", *places, last(trained))
+    done = recognise("predict", input=tmp_path / "new", out=tmp_path / "out", ckpt=last(trained))
     assert done.status == 1 and len(done.errors) == 1 and f"{new / 'cut.jpg'}: cannot be read" in done.errors[0]
     rows = list(csv.DictReader((tmp_path / "out" / "predictions.csv").open()))
     assert len(rows) == 6 and all(Path(row["file"]).name.startswith(row["prediction"]) for row in rows)
     for row in rows:
         assert sum(float(row[name]) for name in ("columns", "plain", "rows")) == pytest.approx(1)
     assert matplotlib.image.imread(tmp_path / "out" / "predictions.png").std() > 0.05
-
-
-@pytest.mark.slow
-def test_predictions_of_a_folder_without_a_readable_file(trained, tmp_path, recognise):
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "cut.jpg").write_bytes(b"\xff\xd8\xff")
-    places = (f"--data.init_args.input={tmp_path / 'new'}", f"--trainer.default_root_dir={tmp_path / 'out'}")
-    done = recognise("predict", *places, last(trained))
+    for file in {*new.iterdir()} - {new / "cut.jpg"}:
+        file.unlink()
+    done = recognise("predict", input=tmp_path / "new", out=tmp_path / "none", ckpt=last(trained))
     assert done.status == 1 and len(done.errors) == 1 and "cut.jpg: cannot be read" in done.errors[0]
-    assert (tmp_path / "out" / "predictions.csv").read_text() == "file,prediction,columns,plain,rows\n"
+    assert (tmp_path / "none" / "predictions.csv").read_text() == "file,prediction,columns,plain,rows\n"
 
 
 @pytest.mark.slow
@@ -99,17 +80,15 @@ def test_bad_files_in_a_run(copied, tmp_path, recognise):
     """Each is named once in training, and as a failure in the test; without a good one the test ends."""
     for split in ("train", "test"):
         (copied / split / "rows" / "003.png").write_bytes(b"damaged")
-    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}")
-    options = ("workers=2", "validation=0", "batch_size=8")
-    done = recognise("fit", *common, *(f"--data.init_args.{option}" for option in options), "--trainer.max_epochs=2")
-    assert (done.status, done.errors) == (0, [])
+    places, data = {"root": copied, "out": tmp_path / "out"}, {"workers": 2, "validation": 0, "batch_size": 8}
+    done = recognise("fit", "--trainer.max_epochs=2", **places, data=data).well()
     assert len(done.notes) == 1 and "train/rows/003.png: cannot be read" in done.notes[0]
-    done = recognise("test", *common, last(tmp_path / "out"))
+    done = recognise("test", **places, ckpt=last(tmp_path / "out"))
     assert done.status == 1 and len(done.errors) == 1 and "over 29 images" in done.out
     assert "test/rows/003.png: cannot be read" in done.errors[0]
     for file in (copied / "test").rglob("*.png"):
         file.write_bytes(b"damaged")
-    done = recognise("test", *common, last(tmp_path / "out"))
+    done = recognise("test", **places, ckpt=last(tmp_path / "out"))
     assert done.status == 1 and done.errors == [f"error: {copied}: no file of the test could be read"]
 
 
@@ -126,21 +105,21 @@ def test_a_set_of_12_bits_in_16_gets_one_note(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_checkpoint_of_other_classes(trained, copied, recognise, tmp_path):
     """Of another number, and of other names."""
-    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}", last(trained))
+    places = {"root": copied, "out": tmp_path / "out", "ckpt": last(trained)}
     for split in ("train", "test"):
         (copied / split / "plain").rename(copied / split / "zebra")
-    (error,) = recognise("test", *common).errors
+    (error,) = recognise("test", **places).errors
     assert "zebra" in error and "plain" in error
     for split in ("train", "test"):
         shutil.rmtree(copied / split / "zebra")
-    (error,) = recognise("test", *common, "--model.net.init_args.num_classes=2").errors
+    (error,) = recognise("test", **places, net={"num_classes": 2}).errors
     assert "the checkpoint of another network: num_classes is 3 there, 2 here" in error
-    (error,) = recognise("test", *common).errors
+    (error,) = recognise("test", **places).errors
     assert "expected a network with num_classes=2" in error
 
 
-def test_networks_of_other_libraries_are_tried_before_a_training(folder):
-    images = data(folder)
+def test_networks_of_other_libraries_are_tried_before_a_training(stripes):
+    images = data(stripes)
     images.setup("fit")
 
     def tried(net: nn.Module) -> nn.Module:
@@ -159,15 +138,10 @@ def test_networks_of_other_libraries_are_tried_before_a_training(folder):
             tried(nn.Linear(width, 3))
 
 
-def test_a_name_that_timm_does_not_know(folder, tmp_path, recognise):
+def test_a_name_that_timm_does_not_know(stripes, tmp_path, recognise):
     pytest.importorskip("timm")
-    done = recognise(
-        "fit",
-        f"--data.init_args.root={folder}",
-        f"--trainer.default_root_dir={tmp_path}",
-        "--model.net=timm.create_model",
-        "--model.net.model_name=resnet10tt",
-    )
+    net = ("--model.net=timm.create_model", "--model.net.model_name=resnet10tt")
+    done = recognise("fit", *net, root=stripes, out=tmp_path)
     assert done.status == 1 and done.errors == ["error: RuntimeError: Unknown model (resnet10tt)"]
 
 
@@ -175,16 +149,16 @@ def test_a_validation_without_a_readable_file(copied, tmp_path, recognise):
     for kind in ("columns", "rows"):
         (copied / "val" / kind).mkdir(parents=True)
         (copied / "val" / kind / "0.png").write_bytes(b"damaged")
-    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}")
-    done = recognise("fit", *common, "--trainer.max_epochs=1", "--trainer.num_sanity_val_steps=0")
+    places = {"root": copied, "out": tmp_path / "out"}
+    done = recognise("fit", "--trainer.max_epochs=1", "--trainer.num_sanity_val_steps=0", **places)
     assert done.status == 1 and done.errors == [f"error: {copied}: no file of the validation could be read"]
     shutil.rmtree(copied / "val")
-    done = recognise("validate", *common, "--data.init_args.validation=0")
+    done = recognise("validate", "--data.init_args.validation=0", **places)
     assert done.status == 1 and done.errors == [f"error: {copied}: validate: there is nothing to validate with"]
 
 
-def test_batches_are_bytes_until_they_are_on_the_device(folder):
-    images = data(folder, validation=0.2)
+def test_batches_are_bytes_until_they_are_on_the_device(stripes):
+    images = data(stripes, validation=0.2)
     images.setup("fit")
     assert images.classes == ("columns", "plain", "rows") and images.space == (8, 8)
     assert (len(images.train_set), len(images.val_set)) == (96, 24)
@@ -202,8 +176,8 @@ def test_batches_are_bytes_until_they_are_on_the_device(folder):
     assert images.to_pixels(torch.full((1, 3, 2, 2), 99.0)).unique().tolist() == [255]
 
 
-def test_grey_images_of_two_sides(folder):
-    images = data(folder, size=[6, 10], channels=1)
+def test_grey_images_of_two_sides(stripes):
+    images = data(stripes, size=[6, 10], channels=1)
     images.setup("fit")
     assert (images.space, images.channels) == ((6, 10), 1)
     batch = next(iter(images.val_dataloader()))
@@ -211,10 +185,10 @@ def test_grey_images_of_two_sides(folder):
     assert x.shape[1:] == (1, 6, 10) and torch.equal(images.to_pixels(x), batch[0])
 
 
-def test_options_reach_the_transforms(folder):
+def test_options_reach_the_transforms(stripes):
     """The border that `crop_pct` leaves out, the colour of erased boxes, crops of one scale."""
     mean = {"mean": [0.2, 0.4, 0.6], "std": [1.0] * 3}
-    images = data(folder, padding=2, random_erasing=1.0, crop_pct=0.5, mixup=0.3, cutmix=0.7, **mean)
+    images = data(stripes, padding=2, random_erasing=1.0, crop_pct=0.5, mixup=0.3, cutmix=0.7, **mean)
     framed = Image.new("RGB", (16, 16), "white")
     framed.paste((9, 9, 9), (4, 4, 12, 12))
     assert images.evaluate(framed).unique().tolist() == [9]

@@ -1,4 +1,4 @@
-"""Images and volumes: data in memory, what a run leaves, its measures, and the configs."""
+"""Images and volumes in memory: their splits and batches, what a run leaves, its measures."""
 
 import json
 import re
@@ -15,21 +15,11 @@ from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.nn import mixers
 from ndlightnet.training import ImageData, ImageTask
-from tests.training.conftest import Done, set_up
-from tests.training.conftest import launch as command_line
+from tests.training.conftest import IMAGES, Watcher, fit_and_test, last, launcher, set_up
 
-TINY = """
-seed_everything: 0
-trainer: {accelerator: cpu, max_epochs: 4, log_every_n_steps: 1, enable_progress_bar: false}
-model:
-  lr: 1.0e-2
-  net:
-    class_path: ndlightnet.NDLightNet
-    init_args: {dims: 2, in_chans: 1, num_classes: 3, patch_size: 2, embed_dim: 16, depth: 1}
-data:
-  class_path: ndlightnet.training.ImageData
-  init_args: {root: nowhere, batch_size: 16, shift: 1, flips: [0, 1]}
-"""
+TINY = IMAGES.replace("ImageFolders", "ImageData").replace(
+    "size: 8, scale: [0.5, 1], batch_size: 16, crop_pct: 1, workers: 0", "batch_size: 16, shift: 1, flips: [0, 1]"
+)
 
 
 def stripes(count: int, size: int = 8) -> tuple[np.ndarray, np.ndarray]:
@@ -53,68 +43,34 @@ def pictures(tmp_path_factory) -> Path:
     return folder
 
 
+tiny = launcher(ImageTask, ImageData, TINY)
+
+
 @pytest.fixture(scope="module")
-def volumes(tmp_path_factory) -> Path:
-    """An npz file of volumes with a small or a large ball, with a part for validation."""
-    rng = np.random.default_rng(0)
-    far = np.linalg.norm(np.stack(np.indices((7, 6, 5))) - 2.5, axis=0)
-    content = {}
-    for split, count in (("train", 64), ("val", 16), ("test", 24)):
-        labels = rng.integers(0, 2, (count, 1))
-        balls = far < 1.2 + 1.5 * labels[..., None, None]
-        content |= {f"{split}_images": (255 * balls).astype(np.uint8), f"{split}_labels": labels}
-    path = tmp_path_factory.mktemp("npz") / "balls.npz"
-    np.savez(path, **content)
-    return path
-
-
-def launch(folder: Path, command: str, *arguments: str) -> Done:
-    root = f"--trainer.default_root_dir={folder}"
-    return command_line(ImageTask, ImageData, TINY, folder / "given", command, root, *arguments)
-
-
-VOLUMES = (
-    "--model.net.init_args.dims=3",
-    "--model.net.init_args.num_classes=2",
-    "--data.init_args.classes=[small, large]",
-    "--data.init_args.flips=[0, 2]",
-    "--trainer.max_epochs=12",
-)
-
-
-@pytest.fixture(scope="module", params=["pictures", "volumes"])
-def trained(request, tmp_path_factory) -> tuple[str, Path]:
-    """The kind of data, and the folder of a finished fit and test."""
-    out = tmp_path_factory.mktemp(request.param)
-    more = VOLUMES if request.param == "volumes" else ()
-    common = (f"--data.init_args.root={request.getfixturevalue(request.param)}", *more)
-    done = launch(out, "fit", *common)
-    assert (done.status, done.errors) == (0, [])
-    done = launch(out, "test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
-    assert (done.status, done.errors) == (0, [])
+def trained(tiny, pictures, tmp_path_factory) -> Path:
+    """The folder of a finished fit and test."""
+    out, data = tmp_path_factory.mktemp("out"), {"classes": ["noise", "rows", "columns"]}
+    done = fit_and_test(tiny, root=pictures, out=out, data=data, net={"in_chans": 1})
     assert "held-out accuracy" in done.out
     for name in ("confusion.png", "test_images.png"):
         picture = matplotlib.image.imread(out / name)
         assert min(picture.shape[:2]) > 150 and picture.std() > 0.05
-    return request.param, out
+    return out
 
 
 @pytest.mark.slow
 def test_a_small_set_is_learnt(trained):
-    kind, out = trained
-    metrics = json.loads((out / "metrics.json").read_text())
+    metrics = json.loads((trained / "metrics.json").read_text())
     matrix = np.array(metrics["confusion"])
-    assert metrics["images"] == matrix.sum() == (50 if kind == "pictures" else 24)
+    assert metrics["images"] == matrix.sum() == 50
     assert metrics["top1"] == pytest.approx(matrix.trace() / matrix.sum(), abs=1e-5)
     assert metrics["top1"] > 0.95 > 0.8 > metrics["majority_class"] and metrics["auc"] > 0.95
-    assert list(metrics["recall"]) == (["0", "1", "2"] if kind == "pictures" else ["small", "large"])
-    assert metrics["tokens"] == (4 * 4 if kind == "pictures" else 4 * 3 * 3)
-    # 216 of 240 in whole batches of 16; all 64
-    assert metrics["steps"] == (4 * 13 if kind == "pictures" else 12 * 4)
+    assert list(metrics["recall"]) == ["noise", "rows", "columns"]
+    assert metrics["tokens"] == 4 * 4 and metrics["steps"] == 4 * 13  # 216 of 240 in whole batches of 16
     assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"]
     assert metrics["latency_ms"] > 0 and metrics["latency_one_ms"] > 0
     assert metrics["peak_memory_gb"] is None
-    saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    saved = torch.load(last(trained), weights_only=True)["state_dict"]
     assert metrics["parameters"] == sum(v.numel() for v in saved.values())
 
 
@@ -137,7 +93,7 @@ def test_what_does_not_fit_the_data(pictures, options, net, text):
         set_up(ImageTask(NDLightNet(**arguments)), ImageData(str(pictures), **options))
 
 
-def test_splits_of_the_data(pictures, volumes):
+def test_splits_of_the_data(pictures, tmp_path):
     data = ImageData(str(pictures), validation=0.25, train_limit=30)
     data.setup("fit")
     assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (30, 60, 50)
@@ -148,9 +104,14 @@ def test_splits_of_the_data(pictures, volumes):
     )
     assert not set(train) & set(held) and held == list(range(0, 240, 4))
     assert torch.equal(data.train_set.labels, labels[train])
-    data = ImageData(str(volumes))
+    counts = {"train": 64, "val": 16, "test": 24}  # volumes with their own part for validation
+    content = {f"{split}_images": np.zeros((count, 7, 6, 5), np.uint8) for split, count in counts.items()}
+    content |= {f"{split}_labels": np.arange(count)[:, None] % 2 for split, count in counts.items()}
+    np.savez(tmp_path / "volumes.npz", **content)
+    data = ImageData(str(tmp_path / "volumes.npz"))
     data.setup("fit")
     assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (64, 16, 24)
+    assert data.train_set.images.shape == (64, 7, 6, 5)
 
 
 def test_test_images_are_normalised_and_nothing_else(close, pictures):
@@ -166,18 +127,6 @@ def test_test_images_are_normalised_and_nothing_else(close, pictures):
         assert truth.tolist() == labels.tolist() and numbers.tolist() == list(range(50))
     (held,) = data.val_dataloader()
     assert len(held) == 3  # no moves
-
-
-class Watcher(ImageTask):
-    """Remembers the batches that it is trained on."""
-
-    def __init__(self, net: NDLightNet) -> None:
-        super().__init__(net)
-        self.batches: list[tuple[torch.Tensor, ...]] = []
-
-    def training_step(self, batch, number):
-        self.batches.append(tuple(tensor.clone() for tensor in batch))
-        return super().training_step(batch, number)
 
 
 def watched(root: Path, folder: Path, epochs: int, **net) -> list[tuple[torch.Tensor, ...]]:

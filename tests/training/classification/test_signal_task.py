@@ -13,7 +13,7 @@ from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.signal.recordings import SignalDataset, read_recordings
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.training import SignalData, SignalTask
-from tests.training.conftest import set_up
+from tests.training.conftest import fit_and_test, last, set_up
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +59,11 @@ def test_packed_and_padded_are_the_same_training(close, digits, spectrum, patch,
         assert packed.std() > 1e-3
 
 
-def options(digits: Path, batching: str) -> list[str]:
-    values = {"root": digits, "batching": batching, "validation": 0.3}
-    return [f"--data.init_args.{name}={value}" for name, value in values.items()]
-
-
 @pytest.fixture(scope="module", params=["packed", "padded"])
 def run(request, digits, listen, tmp_path_factory) -> tuple[str, Path]:
     """How batches were made, and the folder of a finished fit and test."""
-    out = tmp_path_factory.mktemp(request.param)
-    common = (*options(digits, request.param), f"--trainer.default_root_dir={out}")
-    done = listen("fit", *common)
-    assert (done.status, done.errors) == (0, [])
-    done = listen("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
-    assert (done.status, done.errors) == (0, [])
+    out, data = tmp_path_factory.mktemp(request.param), {"batching": request.param, "validation": 0.3}
+    done = fit_and_test(listen, root=digits, out=out, data=data)
     assert "held-out accuracy" in done.out and "over 15 recordings" in done.out
     return request.param, out
 
@@ -95,11 +86,9 @@ def test_metrics(run):
 @pytest.mark.slow
 def test_a_resumed_run_adds_to_what_it_cost(run, digits, listen, tmp_path):
     batching, out = run
-    last = f"--ckpt_path={out}/checkpoints/last.ckpt"
-    common = (*options(digits, batching), f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=2")
-    done = listen("fit", *common, last)
-    assert (done.status, done.errors) == (0, [])
-    first, both = (torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (out, tmp_path))
+    data = {"batching": batching, "validation": 0.3}
+    listen("fit", "--trainer.max_epochs=2", root=digits, out=tmp_path, data=data, ckpt=last(out)).well()
+    first, both = (torch.load(last(folder), weights_only=True) for folder in (out, tmp_path))
     assert both["cost"][0][:2] == first["cost"][0] and len(both["cost"][0]) == 4
     assert all(b > a for a, b in zip(first["slots"], both["slots"], strict=True))
 

@@ -20,6 +20,7 @@ from ndlightnet.data.video.video_transforms import Framing, eval_clips
 from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoData, VideoTask
 from ndlightnet.training.core.cli import task_cli
+from tests.training.conftest import last
 
 from ...data.video.made_videos import write_film
 
@@ -29,17 +30,9 @@ SIZE, FRAMES = 24, 13  # the network's patch takes two frames, so the last one i
 
 def fit(classify, folder: Path, *more: str) -> Path:
     """One step on moving digits; the checkpoint."""
-    done = classify(
-        "fit",
-        "--data.class_path=MovingDigits",
-        "--data.init_args.videos=[6,6]",
-        *more,
-        f"--trainer.default_root_dir={folder}",
-        f"--data.init_args.root={folder}/data",
-        "--data.init_args.validation=0",
-    )
-    assert (done.status, done.errors) == (0, [])
-    return folder / "checkpoints" / "last.ckpt"
+    data = ("--data.class_path=MovingDigits", "--data.init_args.videos=[6,6]", "--data.init_args.validation=0")
+    classify("fit", *data, *more, out=folder, root=folder / "data").well()
+    return last(folder)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +60,7 @@ def clip(tmp_path) -> Path:
 
 def stream(classify, source, checkpoint, *more):
     """The command; the training data are gone."""
-    return classify(
-        "stream", f"--data.init_args.input={source}", "--data.init_args.root=/gone", f"--ckpt_path={checkpoint}", *more
-    )
+    return classify("stream", *more, input=source, root="/gone", ckpt=checkpoint)
 
 
 def probabilities(text: str) -> torch.Tensor:
@@ -80,8 +71,7 @@ def probabilities(text: str) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_lines_are_the_network_on_all_frames_so_far(trained, classify, clip):
-    done = stream(classify, clip, trained)
-    assert (done.status, done.errors) == (0, [])
+    done = stream(classify, clip, trained).well()
     assert done.err.splitlines()[-1].startswith(f"{FRAMES} frames, ")
     rows = list(csv.DictReader(done.out.splitlines()))
     assert list(rows[0]) == ["seconds", "frame", "class", "probability", *MOTIONS]
@@ -126,8 +116,7 @@ def test_lines_in_a_file_at_another_rate(trained, classify, clip, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_precision_of_the_trainer(trained, classify, clip, precision):
-    done = stream(classify, clip, trained, f"--trainer.precision={precision}")
-    assert (done.status, done.errors) == (0, [])
+    done = stream(classify, clip, trained, f"--trainer.precision={precision}").well()
     exact = probabilities(stream(classify, clip, trained).out)
     assert 0 < (probabilities(done.out) - exact).abs().max() < 0.1
 
@@ -143,8 +132,7 @@ def test_a_stream_that_is_interrupted_ends_well(trained, classify, clip, monkeyp
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(VideoStream, "__iter__", some)
-    done = stream(classify, clip, trained)
-    assert (done.status, done.errors) == (0, [])
+    done = stream(classify, clip, trained).well()
     assert done.out.splitlines() == complete.splitlines()[:7]
 
 
@@ -177,8 +165,8 @@ def test_what_cannot_be_streamed(trained, classify, clip, tmp_path):
     (tmp_path / "text.mkv").write_text("this is no video")
     refused(stream(classify, tmp_path / "text.mkv", trained), "text.mkv: not a video")
     refused(stream(classify, clip, tmp_path / "gone.ckpt"), "gone.ckpt: no such checkpoint")
-    refused(classify("stream", f"--ckpt_path={trained}"), "data.input: ")
-    refused(classify("stream", f"--data.init_args.input={clip}"), "--ckpt_path: ")
+    refused(classify("stream", ckpt=trained), "data.input: ")
+    refused(classify("stream", input=clip), "--ckpt_path: ")
     refused(stream(classify, clip, trained, f"--output={tmp_path}/text.mkv/a"), "cannot be written")
 
 
@@ -191,8 +179,8 @@ def test_a_network_that_is_not_causal_is_refused(trained, classify, clip, tmp_pa
     assert stream(classify, clip, bound, flat).status == 0
     refused(stream(classify, clip, free, flat), f"{free}: its network is not causal, train one {hint}")
     refused(stream(classify, clip, free, flat, "--model.causal=false"), hint)
-    options = (f"--trainer.default_root_dir={tmp_path}/out", f"--data.init_args.input={clip}")
-    refused(classify("predict", f"--ckpt_path={trained}", *options), f"{trained}: its network is causal, go on {hint}")
+    done = classify("predict", ckpt=trained, out=tmp_path / "out", input=clip)
+    refused(done, f"{trained}: its network is causal, go on {hint}")
 
 
 @pytest.mark.slow
@@ -229,12 +217,11 @@ def test_causal_reaches_the_network(options, causal):
 
 @pytest.mark.slow
 def test_causal_for_a_network_that_takes_none(classify, segment, tmp_path):
-    out = f"--trainer.default_root_dir={tmp_path}"
     sizes = {"spatial_dims": 3, "in_channels": 3, "out_channels": 6}
     net = {"class_path": "monai.networks.nets.SegResNet", "init_args": sizes}
-    done = classify("fit", out, f"--model.net={json.dumps(net)}", CAUSAL)
+    done = classify("fit", f"--model.net={json.dumps(net)}", CAUSAL, out=tmp_path)
     refused(done, "model.causal: monai.networks.nets.SegResNet has no argument causal")
-    for arguments in (("fit", out, CAUSAL), ("stream", out)):  # volumes have no time
-        assert segment(*arguments).status == 2
+    for arguments in (("fit", CAUSAL), ("stream",)):  # volumes have no time
+        assert segment(*arguments, out=tmp_path).status == 2
     with pytest.raises(ValueError, match="causal=True: expected False"):
         VideoTask(torch.nn.Identity(), causal=True)

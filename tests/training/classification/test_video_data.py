@@ -26,7 +26,8 @@ from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoData, VideoTask
 from ndlightnet.training.classification.video_data import OpenedVideos
 from ndlightnet.training.core.data_module import DataModule
-from tests.training.conftest import set_up
+from tests.training.conftest import last, set_up
+from tests.training.forked import PROCESSES
 
 from ...data.video.made_videos import encode, write_film
 
@@ -282,11 +283,12 @@ def test_the_gpu_of_a_process_decodes_for_its_workers(root, monkeypatch, nvdec, 
 
 
 @pytest.mark.slow
-def test_spawned_workers_read_the_same(root, monkeypatch):
+def test_workers_that_are_not_forked_read_the_same(root):
+    """As a spawned one they know what is pickled, and no more."""
     data = video_data(root, "fit")
     samples = SeededSamples(data.train_set, data.seed)
-    monkeypatch.setattr(DataModule, "spawned", True)
     loaders = [DataModule(".", 4, workers).training_loader(samples, 8) for workers in (0, 1)]
+    loaders[1].multiprocessing_context = PROCESSES
     for batch, same in zip(*loaders, strict=True):
         assert torch.equal(batch[0], same[0]) and torch.equal(batch[1], same[1])
 
@@ -318,25 +320,15 @@ def test_a_network_of_other_channels_or_classes(root):
             set_up(VideoTask(net), video_data(root, pixels=pixels))
 
 
-RUN = (
-    "--data.init_args.pixels=differences",
-    "--data.init_args.crop_mode=squash",
-    "--model.net.init_args.num_classes=2",
-)
-
-
 def test_a_stream_sees_the_differences_that_training_saw(classify, root, tmp_path):
-    common = (*RUN, f"--trainer.default_root_dir={tmp_path}", "--model.causal=true")
-    options = (f"--data.init_args.root={root}", "--data.init_args.mixup=0.5", "--trainer.max_epochs=3")
-    done = classify("fit", *common, *options)
-    assert (done.status, done.errors) == (0, [])
-    trained, video = tmp_path / "checkpoints" / "last.ckpt", root / "test" / "calm" / "calm00.mp4"
-    options = ("--data.init_args.root=/gone", f"--data.init_args.input={video}", f"--ckpt_path={trained}")
-    done = classify("stream", *common, *options)
-    assert (done.status, done.errors) == (0, [])
+    data, net, model = {"pixels": "differences", "crop_mode": "squash"}, {"num_classes": 2}, {"causal": True}
+    common = {"out": tmp_path, "net": net, "model": model}
+    classify("fit", "--trainer.max_epochs=3", root=root, data={**data, "mixup": 0.5}, **common).well()
+    video = root / "test" / "calm" / "calm00.mp4"
+    done = classify("stream", root="/gone", input=video, ckpt=last(tmp_path), data=data, **common).well()
     rows = list(csv.DictReader(done.out.splitlines()))
     net = NDLightNet(3, num_classes=2, patch_size=(2, 8, 8), embed_dim=16, depth=1, causal=True)
-    saved = torch.load(trained, weights_only=True)["state_dict"]
+    saved = torch.load(last(tmp_path), weights_only=True)["state_dict"]
     net.load_state_dict({name.removeprefix("net."): value for name, value in saved.items()})
     framing = Framing(24, "squash")
     clip = eval_clips(ThinVideo(video, framing.stored, 6)[:], 6, framing)[None]

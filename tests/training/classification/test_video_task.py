@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, printable
 from ndlightnet.data.made.digits import MOTIONS
+from ndlightnet.data.media import write_video
 from ndlightnet.training import VideoTask
+from tests.training.conftest import fit_and_test, last
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +31,7 @@ DIGITS = ("--data.class_path=MovingDigits", "--data.init_args.videos=[12,6]")
 def run(digits, classify, tmp_path_factory) -> Path:
     """The folder of a finished fit and test; the digits are made on the way."""
     out = tmp_path_factory.mktemp("run")
-    common = (*DIGITS, f"--trainer.default_root_dir={out}", f"--data.init_args.root={digits}")
-    done = classify("fit", *common, "--data.init_args.validation=0.5")
-    assert (done.status, done.errors) == (0, [])
-    done = classify("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
-    assert (done.status, done.errors) == (0, [])
+    done = fit_and_test(classify, *DIGITS, "--data.init_args.validation=0.5", root=digits, out=out)
     assert "held-out accuracy" in done.out and "over 6 videos" in done.out
     return out
 
@@ -77,18 +76,12 @@ def test_the_page_of_the_test_shows_all_and_the_table_names_the_files(run, digit
     assert right / 6 == pytest.approx(metrics["top1"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_predict_agrees_with_test_without_the_training_data(run, classify, digits, tmp_path):
     """The same checkpoint on the same files: the confusion matrix comes out again. A text costs a line."""
     shutil.copytree(digits / "test", tmp_path / "in")
     (tmp_path / "in" / "text.mp4").write_text("this is no video")
-    done = classify(
-        "predict",
-        *DIGITS,
-        f"--trainer.default_root_dir={tmp_path}",
-        "--data.init_args.root=/gone",
-        f"--data.init_args.input={tmp_path}/in",
-        f"--ckpt_path={run}/checkpoints/last.ckpt",
-    )
+    done = classify("predict", *DIGITS, root="/gone", input=tmp_path / "in", out=tmp_path, ckpt=last(run))
     assert done.status == 1
     assert len(done.errors) == 1 and done.errors[0].startswith(f"error: {tmp_path}/in/text.mp4: ")
     predictions = json.loads((tmp_path / "predictions" / "predictions.json").read_text())
@@ -105,6 +98,46 @@ def test_predict_agrees_with_test_without_the_training_data(run, classify, digit
     assert matplotlib.image.imread(pictures[0]).std() > 0.05
 
 
+LONGEST = 255  # bytes of a name, on the file systems of Linux and macOS
+GOOD = (r"b$\frac$.mp4", "n" * (LONGEST - 4) + ".mp4", "UPPER.M4V", "two\nlines.mov", os.fsdecode(b"caf\xe9.mp4"))
+BAD = {
+    "text.mp4": lambda good: b"this is no video",
+    "truncated.mp4": lambda good: good[: len(good) // 2],
+    "e" * (LONGEST - 5) + ".webm": lambda good: b"",
+    os.fsdecode(b"text \xff.mp4"): lambda good: b"text",
+}
+
+
+def videos(folder: Path) -> None:
+    write_video(folder / GOOD[0], np.random.default_rng(0).integers(0, 256, (10, 96, 128, 3), np.uint8), 25)
+    good = (folder / GOOD[0]).read_bytes()
+    for name in GOOD:
+        (folder / name).write_bytes(good)
+    for name, content in BAD.items():
+        (folder / name).write_bytes(content(good))
+
+
+@pytest.mark.slow
+def test_videos_of_which_some_are_broken(run, classify, tmp_path):
+    folder, out = tmp_path / "in", tmp_path / "out" / "predictions"
+    folder.mkdir()
+    videos(folder)
+    (folder / "dangling.mp4").symlink_to("/nowhere")
+    (folder / "folder.mp4").mkdir()
+    (folder / "picture.png").write_bytes(b"png")
+    done = classify("predict", out=tmp_path / "out", root="/gone", input=folder, ckpt=last(run))
+    assert done.status == 1 and "Traceback" not in done.err
+    lines = tuple(f"error: {printable(folder / name)}: " for name in BAD)
+    assert sorted(line for error in done.errors for line in lines if error.startswith(line)) == sorted(lines)
+    assert len(done.errors) == len(BAD)
+    (note,) = done.notes
+    assert "2 entries are left out: dangling.mp4, picture.png (expected" in note
+    predicted = json.loads((out / "predictions.json").read_text())
+    assert sorted(predicted) == sorted(str(folder / name) for name in GOOD)
+    assert len(list(out.glob("*.png"))) == len(GOOD) and len(list(out.iterdir())) == len(GOOD) + 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("validation", [0.5, 0])
 def test_a_run_that_breaks_off_leaves_its_last_epoch(run, classify, digits, tmp_path, monkeypatch, validation):
     def step(task, *_):
@@ -113,14 +146,8 @@ def test_a_run_that_breaks_off_leaves_its_last_epoch(run, classify, digits, tmp_
         return sum(p.sum() for p in task.net.parameters())
 
     monkeypatch.setattr(VideoTask, "training_step", step)
-    done = classify(
-        "fit",
-        *DIGITS,
-        f"--trainer.default_root_dir={tmp_path}",
-        "--trainer.max_epochs=4",
-        f"--data.init_args.root={digits}",
-        f"--data.init_args.validation={validation}",
-    )
+    more = ("--trainer.max_epochs=4", f"--data.init_args.validation={validation}")
+    done = classify("fit", *DIGITS, *more, root=digits, out=tmp_path)
     assert (done.status, done.errors) == (1, ["error: gone"])
-    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    saved = torch.load(last(tmp_path), weights_only=True)
     assert saved["global_step"] == 2 * (3 if validation == 0 else 1)

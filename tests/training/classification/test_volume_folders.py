@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -20,9 +21,8 @@ from ndlightnet.data.volume.augment import Augment
 from ndlightnet.data.volume.class_folders import read_volume
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.training import AveragedWeights, ImageData, ImageTask, VolumeFolders
-from tests.training.conftest import Done, set_up
-from tests.training.conftest import launch as command_line
-from tests.training.hospital import claim, raw_header
+from tests.data.volume.files import broken_image, random_image, write
+from tests.training.conftest import Done, Watcher, fit_and_test, last, launcher, set_up
 
 TINY = """
 seed_everything: 0
@@ -72,32 +72,25 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def launch(folder: Path, command: str, *arguments: object) -> Done:
-    root = f"--trainer.default_root_dir={folder}"
-    return command_line(ImageTask, ImageData, TINY, folder / "given", command, root, *arguments)
+balls = launcher(ImageTask, ImageData, TINY)
 
 
 @pytest.fixture(scope="module")
-def trained(scans: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(balls, scans: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished fit and test."""
     out = tmp_path_factory.mktemp("run")
-    done = launch(out, "fit", f"--data.root={scans}")
-    assert (done.status, done.errors) == (0, [])
+    fit_and_test(balls, root=scans, out=out)
     return out
 
 
-def last(out: Path) -> str:
-    return f"--ckpt_path={out / 'checkpoints' / 'last.ckpt'}"
-
-
-def predict(trained: Path, folder: Path) -> Done:
-    """How a prediction of the files in `folder`/new ended, without the training data."""
-    return launch(folder, "predict", "--data.root=gone", f"--data.input={folder / 'new'}", last(trained))
+@pytest.fixture
+def predict(balls, trained: Path, tmp_path: Path) -> Callable[[], Done]:
+    """predict(): how a prediction of the files in tmp_path/new ended, without the training data."""
+    return lambda: balls("predict", root="gone", input=tmp_path / "new", out=tmp_path, ckpt=last(trained))
 
 
 @pytest.mark.slow
-def test_balls_of_two_sizes_are_told_apart(trained: Path, scans: Path) -> None:
-    done = launch(trained, "test", f"--data.root={scans}", last(trained))
-    assert (done.status, done.errors) == (0, [])
+def test_balls_of_two_sizes_are_told_apart(trained: Path) -> None:
     metrics = json.loads((trained / "metrics.json").read_text())
     rows = list(csv.DictReader((trained / "test.csv").open()))
     assert [row["truth"] for row in rows] == ["large"] * 5 + ["small"] * 5
@@ -108,18 +101,18 @@ def test_balls_of_two_sizes_are_told_apart(trained: Path, scans: Path) -> None:
 
 
 def network(out: Path) -> tuple[NDLightNet, dict]:
-    saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
+    saved = torch.load(last(out), weights_only=True)
     net = NDLightNet(3, 1, 2, patch_size=2, embed_dim=16, depth=1).eval()
     net.load_state_dict({k[4:]: v for k, v in saved["state_dict"].items() if k[:4] == "net."})
     return net, saved
 
 
-def test_predictions_are_those_of_the_averaged_weights(trained: Path, tmp_path: Path) -> None:
+def test_predictions_are_those_of_the_averaged_weights(trained: Path, predict, tmp_path: Path) -> None:
     """Of new files into a CSV, without the training data; a broken one costs a line, no more."""
     new = tmp_path / "new"
     paths = [save(new / "c.nii.gz", 12, 99), save(new / "a.nii", 7, 98, 3.0)]
     (new / "b.nii.gz").write_bytes(b"no volume")
-    done = predict(trained, tmp_path)
+    done = predict()
     assert done.status == 1 and len(done.errors) == 1
     assert done.errors[0].startswith(f"error: {new / 'b.nii.gz'}: cannot be read")
     with open(tmp_path / "predictions.csv", newline="") as file:
@@ -139,16 +132,17 @@ def test_predictions_are_those_of_the_averaged_weights(trained: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_names_and_headers_end_nothing(trained: Path, tmp_path: Path) -> None:
+def test_names_and_headers_end_nothing(predict, tmp_path: Path) -> None:
     new = tmp_path / "new"
     names = [r"b$\frac$.nii.gz", "n" * 248 + ".nii.gz", "UP.NII.GZ", os.fsdecode(b"caf\xe9.nii")]
     good = [save(new / name, 12, 9) for name in names]
-    bad = [raw_header(new / "claims.nii", claim(30_000, 30_000, 30_000))]
-    bad.append(raw_header(new / "negative.nii", claim(9, -7, 11)))
+    bad = [write(new / f"{fault}.nii.gz", random_image()) for fault in ("truncated", "flat affine")]
+    for path in bad:
+        broken_image(path, path.name.removesuffix(".nii.gz"))
     bad.append(new / os.fsdecode(b"text \xff.nii"))
     bad[-1].write_text("text")
     (new / "picture.png").write_bytes(b"")
-    done = predict(trained, tmp_path)
+    done = predict()
     assert done.status == 1 and len(done.errors) == 3
     for path in bad:
         assert sum(line.startswith(f"error: {printable(path)}: ") for line in done.errors) == 1
@@ -160,7 +154,7 @@ def test_names_and_headers_end_nothing(trained: Path, tmp_path: Path) -> None:
 
     for path in good:
         path.unlink()
-    done = predict(trained, tmp_path)
+    done = predict()
     assert done.status == 1 and len(done.errors) == 3
 
 
@@ -213,17 +207,6 @@ def test_training_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.Capture
         VolumeFolders(str(tmp_path), [4, 4, 4], validation=0.0).setup("fit")
 
 
-class Watcher(ImageTask):
-    """Remembers the batches that it is trained on."""
-
-    def on_train_start(self) -> None:
-        self.batches: list[torch.Tensor] = []
-
-    def training_step(self, batch: tuple, number: int) -> torch.Tensor:
-        self.batches.append(batch[0].clone())
-        return super().training_step(batch, number)
-
-
 def fitted(data: ImageData, folder: Path) -> tuple[Watcher, dict]:
     """A task that has been trained and then tested by the same trainer, and its checkpoint."""
     lightning.seed_everything(3)
@@ -251,12 +234,12 @@ def test_augmented_batches_and_a_test_by_the_same_trainer(scans: Path, tmp_path:
     data = [VolumeFolders(str(scans), [8, 7, 6], batch_size=8, augment=augment) for _ in range(2)]
     (one, saved), (two, _) = (fitted(each, tmp_path) for each in data)
     assert len(one.batches) == 2 * 4  # 36 of 40 in whole batches of 8
-    assert all(torch.equal(a, b) for a, b in zip(one.batches, two.batches, strict=True))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(one.batches, two.batches, strict=True))
     still = (data[0].train_set.images[:, None] - data[0].mean) / data[0].std
-    images = torch.cat(one.batches)
+    images = torch.cat([batch[0] for batch in one.batches])
     unchanged = [bool((image == still).flatten(1).all(1).any()) for image in images]
     assert sum(unchanged) < 0.2 * len(images)  # (1/3)^3 / 4 draw nothing to speak of
-    assert not torch.equal(*(torch.cat(one.batches[i : i + 4]) for i in (0, 4)))
+    assert not torch.equal(*images.chunk(2))  # the epochs
     assert data[0].augment.spacing == pytest.approx(tuple(data[0].spacing))
     for batch in data[0].val_dataloader():
         assert torch.equal(

@@ -21,7 +21,7 @@ from ndlightnet.training import ImageTask
 from ndlightnet.training.core.checkpoints import AtomicCheckpoints, check_checkpoint, network_difference
 from ndlightnet.training.core.cli import TaskCLI
 
-OPTIONS = ("--data.init_args.patch=[8,8,8]", "--model.net.init_args.out_channels=2")
+SMALL = {"data": {"patch": [8, 8, 8]}, "net": {"out_channels": 2}}
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(full_disk, tmp_path):
@@ -57,8 +57,7 @@ def test_a_kill_while_it_is_written(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_one_line_of_a_fit(full_disk, segment, decathlon, tmp_path):
     folder, wide = tmp_path / "checkpoints", "--model.net.init_args.widths=[32,64]"
-    places = (f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={decathlon}")
-    done = segment("fit", *places, *OPTIONS, wide)
+    done = segment("fit", wide, out=tmp_path, root=decathlon, **SMALL)
     assert done.status == 1 and len(done.errors) == 1 and "Traceback" not in done.err
     expected = rf"error: {folder}/(best|last)\.ckpt: cannot be written \(File too large\)"
     assert re.fullmatch(expected, done.errors[0])
@@ -73,8 +72,7 @@ def test_a_fit_clears_what_a_killed_one_has_left(segment, decathlon, tmp_path):
     drafts = [folder / f".{pid}.part.last.ckpt" for pid in (dead.pid, os.getppid())]
     for draft in drafts:
         draft.write_bytes(b"half")
-    places = (f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={decathlon}")
-    assert segment("fit", *places, *OPTIONS).status == 0
+    segment("fit", out=tmp_path, root=decathlon, **SMALL).well()
     assert {path.name for path in folder.iterdir()} == {"best.ckpt", "last.ckpt", drafts[1].name}
 
 

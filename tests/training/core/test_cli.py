@@ -14,6 +14,7 @@ from ndlightnet.training import HandwrittenDigits, SeriesData, SignalData, TextD
 from ndlightnet.training.core import cli
 from ndlightnet.training.core.cli import TaskCLI, quiet
 from ndlightnet.training.core.options import expect_config
+from tests.training.conftest import last, write_text_run
 
 
 @pytest.fixture
@@ -47,27 +48,20 @@ def test_hints_are_silent_and_the_rest_is_said(messages):
 def test_a_run_says_what_it_trains_and_what_came_out(messages, tmp_path, capsys, monkeypatch):
     """Nothing else: no hint, no warning, no table."""
     monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
-    options = f"""
-        --data=TextData --data.root={tmp_path}/text --data.length=8 --data.windows=4 --data.lengths=[8]
-        --data.test_bytes=16 --data.workers=0 --data.batch_size=2 --seed_everything=1
-        --model.net=ndlightnet.NDLightNet --model.net.dims=1 --model.net.vocab_size=256 --model.net.causal=true
-        --model.net.embed_dim=8 --model.net.depth=1 --trainer.default_root_dir={tmp_path}/out --trainer.max_epochs=1
-        --trainer.accelerator=cpu --trainer.enable_progress_bar=false --trainer.log_every_n_steps=1
-        --trainer.callbacks=ndlightnet.training.AveragedWeights""".split()
+    words = [f"--config={write_text_run(tmp_path)}", "--trainer.callbacks=ndlightnet.training.AveragedWeights"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        last = f"--ckpt_path={tmp_path}/out/checkpoints/last.ckpt"
-        assert door("text_lm", ["fit", *options]) == door("text_lm", ["test", *options, last]) == 0
+        ckpt = f"--ckpt_path={last(tmp_path / 'run')}"
+        assert door("text_lm", ["fit", *words]) == door("text_lm", ["test", *words, ckpt]) == 0
     ours = [w for w in caught if "jsonargparse" not in str(w.category).lower()]
     assert [str(w.message) for w in ours if w.category is not DeprecationWarning] == []
     out, err = capsys.readouterr()
     assert err.splitlines() == [
-        f"NDLightNet, 4,256 parameters; results in {tmp_path}/out",
-        f"checkpoints in {tmp_path}/out/checkpoints: best.ckpt, last.ckpt",
+        f"NDLightNet, 4,256 parameters; results in {tmp_path}/run",
+        f"checkpoints in {tmp_path}/run/checkpoints: best.ckpt, last.ckpt",
     ]
     assert len(out.splitlines()) == 1 and out.startswith("bits per byte ") and messages == []
-    assert door("text_lm", ["test", *options]) == 0  # of random weights
+    assert door("text_lm", ["test", *words]) == 0  # of random weights
     assert capsys.readouterr().err == ("note: --ckpt_path: test got none and measures the network as it was built\n")
 
 

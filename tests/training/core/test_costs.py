@@ -25,6 +25,7 @@ from ndlightnet.training.core.costs import (
 )
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.peers import SegResNet
+from tests.training.conftest import last
 
 LINEAR = nn.Linear(7, 3)
 N, DIM = 3 * 4 * 5, 64
@@ -188,13 +189,12 @@ def test_a_run_writes_its_costs(decathlon, segment, tmp_path, monkeypatch):
 
     monkeypatch.setattr(SegmentationTask, "validation_step", validate)
     monkeypatch.setattr(costs, "Meter", lambda device: reading)
-    out, root = f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={decathlon}"
-    common = (out, root, "--model.net.init_args.out_channels=2")
-    assert segment("fit", *common).status == 0
+    places = {"out": tmp_path, "root": decathlon, "net": {"out_channels": 2}}
+    segment("fit", **places).well()
     assert events[-2:] == ["read", "validation"] and events.count("read") == 1
-    assert segment("test", *common, f"--ckpt_path={tmp_path}/checkpoints/last.ckpt").status == 0
+    segment("test", **places, ckpt=last(tmp_path)).well()
     metrics = json.loads((tmp_path / "metrics.json").read_text())
-    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    saved = torch.load(last(tmp_path), weights_only=True)["state_dict"]
     assert metrics["parameters"] == sum(x.numel() for k, x in saved.items() if k[:4] == "net.")
     assert metrics["gflops"] > 0 and metrics["step_ms"] == 1500 and metrics["case_seconds"] > 0
     assert metrics["peak_memory_gb"] is None and metrics["case_memory_gb"] is None

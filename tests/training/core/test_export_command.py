@@ -20,8 +20,8 @@ ALONE = """
 import sys
 import numpy, onnxruntime
 session = onnxruntime.InferenceSession(sys.argv[1])
-x = numpy.load(sys.argv[2])
-numpy.save(sys.argv[2], session.run(["output"], {"input": x})[0])
+for path in sys.argv[2:]:
+    numpy.save(path, session.run(["output"], {"input": numpy.load(path)})[0])
 assert "torch" not in sys.modules and "ndlightnet" not in sys.modules
 """
 
@@ -45,14 +45,15 @@ def test_onnx_runs_without_us(tmp_path, capfd):
     assert main(["export", str(folder), "--to", "onnx"]) == 0
     out = capfd.readouterr().out
     assert out.count(", ok") == 3 and f"wrote {folder / 'model.onnx'}" in out
-    for size in ((2, 71), (1, 200)):  # none that the command tries
-        x = torch.randint(50, size)
-        np.save(tmp_path / "x.npy", x.numpy())
-        subprocess.run([sys.executable, "-c", ALONE, folder / "model.onnx", tmp_path / "x.npy"], check=True)
+    inputs = {tmp_path / f"{size}.npy": torch.randint(50, size) for size in ((2, 71), (1, 200))}  # not the command's
+    for path, x in inputs.items():
+        np.save(path, x.numpy())
+    subprocess.run([sys.executable, "-c", ALONE, folder / "model.onnx", *inputs], check=True)
+    for path, x in inputs.items():
         with torch.no_grad():
             expected = net(x)
         # roundings of 6e-8 that a few hundred operations grow; outputs are of order 1
-        assert (torch.from_numpy(np.load(tmp_path / "x.npy")) - expected).abs().max() < 2e-5
+        assert (torch.from_numpy(np.load(path)) - expected).abs().max() < 2e-5
 
 
 @pytest.mark.exhaustive

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,8 @@ from ndlightnet.inference import OutOfCore
 from ndlightnet.parallel import Exchange, Shard
 from ndlightnet.training import ImageTask, SegmentationTask, TextTask
 from ndlightnet.training.segmentation.slab_loss import dice_ce_of_slabs
+from tests.training.conftest import UNET, options
+from tests.training.forked import run_forked
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,15 +35,9 @@ class Alone(Exchange):
         return lambda: list(sends)
 
 
-def options(folder: Path, data: Path) -> list[str]:
-    return [
-        f"--trainer.default_root_dir={folder}",
-        f"--data.init_args.root={data}",
-        "--trainer.limit_val_batches=0",
-        "--data.init_args.patch=[11,8,8]",
-        "--data.init_args.batches=3",
-        "--model.net.init_args.out_channels=2",
-    ]
+def script(path: str, *arguments: str) -> None:
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
 
 
 def losses(folder: Path) -> list[float]:
@@ -51,13 +46,15 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_two_processes_that_share_samples_have_the_losses_of_one(tmp_path, write_decathlon, unet_config, segment):
+def test_two_processes_that_share_samples_have_the_losses_of_one(tmp_path, write_decathlon, segment):
     data, one, two = write_decathlon(tmp_path / "data"), tmp_path / "one", tmp_path / "two"
-    segment("fit", *options(one, data))
-    command = [sys.executable, "tasks/ct_segmentation.py", "fit", "--config", str(unet_config), *options(two, data)]
-    command += ["--trainer.devices=2", "--model.grid_devices=2", "--trainer.enable_progress_bar=false"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, timeout=300)
+    places = {"root": data, "data": {"patch": [11, 8, 8], "batches": 3}, "net": {"out_channels": 2}}
+    segment("fit", "--trainer.limit_val_batches=0", out=one, **places).well()
+    (tmp_path / "c.yaml").write_text(UNET)
+    trainer = {"devices": 2, "limit_val_batches": 0, "enable_progress_bar": False}
+    words = options(out=two, **places, trainer=trainer, model={"grid_devices": 2})
+    task = str(ROOT / "tasks" / "ct_segmentation.py")  # of which Lightning starts the second process
+    assert run_forked(tmp_path / "log", script, task, "fit", f"--config={tmp_path}/c.yaml", *words) == [0]
     alone = losses(one)
     assert len(alone) == 3 and len({*alone}) == 3
     assert losses(two) == pytest.approx(alone, rel=1e-4)  # AdamW divides small gradients

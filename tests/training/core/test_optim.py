@@ -156,6 +156,5 @@ def test_nothing_replaces_the_recipe(classify, tmp_path, name):
     done = classify("fit", f"--{name}=torch.optim.SGD")
     assert done.status == 2 and len(done.err.splitlines()) == 1 and name in done.err
     (tmp_path / "c.yaml").write_text(f"{name}: null\n")
-    places = (f"--trainer.default_root_dir={tmp_path}", f"--data.root={tmp_path / 'gone'}")
-    done = classify("fit", "--config", tmp_path / "c.yaml", *places)
+    done = classify("fit", "--config", tmp_path / "c.yaml", out=tmp_path, root=tmp_path / "gone")
     assert done.status == 1 and done.errors[0].startswith(f"error: {tmp_path / 'gone'}: no such file or folder")

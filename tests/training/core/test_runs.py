@@ -20,20 +20,7 @@ from ndlightnet.training import TextData, TextTask
 from ndlightnet.training.core.cli import run
 from ndlightnet.training.core.export import load_network
 from ndlightnet.training.core.runs import FitMetrics, check_unused, find_checkpoint
-
-CONFIG = """
-seed_everything: 0
-trainer: {accelerator: cpu, max_epochs: 1, log_every_n_steps: 1, enable_progress_bar: false,
-          default_root_dir: ROOT/run}
-model:
-  net:
-    class_path: ndlightnet.NDLightNet
-    init_args: {dims: 1, vocab_size: 256, causal: true, embed_dim: 8, depth: 1}
-data:
-  class_path: ndlightnet.training.TextData
-  init_args: {root: ROOT/text, length: 8, windows: 2, batch_size: 2, lengths: [8],
-              test_bytes: 16, workers: 0}
-"""
+from tests.training.conftest import write_text_run
 
 
 class Database(DummyLogger):
@@ -45,8 +32,7 @@ class Database(DummyLogger):
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
     """launch("fit", "--option=..."): the command line of text_lm -> (status, output, errors)."""
-    (tmp_path / "text").write_bytes(bytes(range(256)) * 2)
-    (tmp_path / "c.yaml").write_text(CONFIG.replace("ROOT", str(tmp_path)))
+    write_text_run(tmp_path)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
 

@@ -15,7 +15,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.series.hourly_series import Series, read_series, write_series
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.training import ForecastTask, SeriesData
-from tests.training.conftest import launch, set_up
+from tests.training.conftest import fit_and_test, last, launcher, set_up
 
 START, HOUR = datetime(2020, 1, 1, 5), timedelta(hours=1)
 SPLIT = (500, 600, 720)
@@ -52,14 +52,14 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+foresee = launcher(ForecastTask, SeriesData, CONFIG)
+
+
 @pytest.fixture(scope="module")
-def trained(folder, tmp_path_factory) -> Path:
+def trained(foresee, folder, tmp_path_factory) -> Path:
     """The folder of a finished fit and test."""
     out = tmp_path_factory.mktemp("trained")
-    common = (f"--trainer.default_root_dir={out}", f"--data.init_args.root={folder}")
-    assert launch(ForecastTask, SeriesData, CONFIG, folder, "fit", *common).errors == []
-    done = launch(ForecastTask, SeriesData, CONFIG, folder, "test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
-    assert (done.status, done.errors) == (0, []) and "over 91 windows" in done.out
+    assert "over 91 windows" in fit_and_test(foresee, root=folder, out=out).out
     assert matplotlib.image.imread(out / "test_windows.png").std() > 0.05
     return out
 
@@ -116,7 +116,7 @@ def test_metrics_by_hand(trained, folder):
     metrics = json.loads((trained / "metrics.json").read_text())
     table = np.loadtxt(folder / "hours.csv", delimiter=",", skiprows=1, usecols=(1, 2))
     scaled = (table - table[:500].mean(0)) / table[:500].std(0)
-    net, differences = net_of(trained / "checkpoints" / "last.ckpt"), {}
+    net, differences = net_of(last(trained)), {}
     data = opened(folder)
     for i, first in enumerate(range(600, 720 - 30 + 1)):
         before, after = scaled[first - 48 : first], scaled[first : first + 30]
@@ -155,17 +155,15 @@ def test_a_daily_pattern_is_learnt(trained):
 
 
 @pytest.mark.slow
-def test_predict(trained, folder, tmp_path, close):
+def test_predict(foresee, trained, folder, tmp_path, close):
     """In the file's units, of the hours after its end, without the training data; columns may come
     in another order, beside others."""
     series = days(200)
     swapped = torch.stack([series.values[:, 1], series.values[:, 0] * 0, series.values[:, 0]], 1)
     write_series(tmp_path / "now.csv", Series(("OT", "B", "A"), START, swapped))
-    places = (f"--trainer.default_root_dir={tmp_path}/out", f"--data.init_args.input={tmp_path}/now.csv")
-    more = (f"--ckpt_path={trained}/checkpoints/last.ckpt", "--data.init_args.root=/gone")
-    done = launch(ForecastTask, SeriesData, CONFIG, tmp_path, "predict", *places, *more)
+    places = {"out": tmp_path / "out", "input": tmp_path / "now.csv", "root": "/gone"}
     file = tmp_path / "out" / "predictions" / "now.csv"
-    assert (done.status, done.errors) == (0, []) and str(file) in done.out
+    assert str(file) in foresee("predict", **places, ckpt=last(trained)).well().out
     predicted = read_series(file)
     assert (predicted.columns, predicted.start) == (("A", "OT"), START + 200 * HOUR)
     assert predicted.values.shape == (30, 2)
@@ -174,7 +172,7 @@ def test_predict(trained, folder, tmp_path, close):
     windows = opened(folder, split=(100, 150, 230)).test_set  # its last one begins at row 152
     assert windows.starts[-1] == 152
     with torch.no_grad():
-        net, times = net_of(trained / "checkpoints" / "last.ckpt"), windows[len(windows) - 1][1]
+        net, times = net_of(last(trained)), windows[len(windows) - 1][1]
         guess = net(data.scaled(inputs)[None], times[None])
     close(predicted.values, data.unscaled(guess[0]), 1e-5)
     truth = days(230).values[200:]
@@ -220,6 +218,6 @@ def test_what_predict_needs(folder, tmp_path):
 def test_a_checkpoint_of_other_columns(trained, folder, tmp_path):
     task, data = ForecastTask(Forecaster(2, 24, embed_dim=16)), opened(folder, columns=["OT", "A"])
     task._trainer = SimpleNamespace(datamodule=data)
-    saved = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
+    saved = torch.load(last(trained), weights_only=True)
     with pytest.raises(DataError, match=r"OT.*A.*trained on"):
         task.on_load_checkpoint(saved)

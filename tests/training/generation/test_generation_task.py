@@ -2,7 +2,6 @@
 and on an autoencoder's latents; wrong options in one line."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import nibabel
@@ -16,10 +15,10 @@ pytest.importorskip("diffusers")
 
 from ndlightnet import NDLightDiT, NDLightNet
 from ndlightnet.data.errors import DataError
-from ndlightnet.training import GenerationTask, HandwrittenDigits, ImageData, LabelledData
+from ndlightnet.data.made.digits import make_moving_digits
+from ndlightnet.training import GenerationTask, HandwrittenDigits, ImageData, ImageFolders, LabelledData, VideoData
 from ndlightnet.training.generation.latents import Latents
-from tests.training.conftest import launch as command_line
-from tests.training.conftest import set_up
+from tests.training.conftest import fit_and_test, last, launcher, set_up
 
 TINY = """
 seed_everything: 0
@@ -64,59 +63,52 @@ def bars(folder: Path, space: tuple[int, ...]) -> Path:
     return folder / "bars.npz"
 
 
-def launch(folder: Path, *arguments: object, config: str = TINY):
-    """The exit status, what was printed, and the lines of errors."""
-    command, *more = arguments
-    root = f"--trainer.default_root_dir={folder}"
-    done = command_line(GenerationTask, LabelledData, config, folder / "given", command, root, *more)
-    return done.status, done.out, done.errors
+generate = launcher(GenerationTask, LabelledData, TINY)
+animate = launcher(GenerationTask, LabelledData, CLIPS)
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory) -> tuple[str, Path]:
-    """The option of the data and the folder of a finished training on images."""
+def images(generate, tmp_path_factory) -> tuple[Path, Path]:
+    """The data and the folder of a finished training on images."""
     folder = tmp_path_factory.mktemp("images")
-    root = f"--data.init_args.root={bars(folder, SPACES[2])}"
-    assert launch(folder / "run", "fit", root) == (0, "", [])
+    root = bars(folder, SPACES[2])
+    assert generate("fit", root=root, out=folder / "run").well().out == ""
     return root, folder / "run"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", READERS)
-def test_fit_test_and_predict_on_any_number_of_axes(dims, tmp_path):
-    space, out = SPACES[dims], tmp_path / "run"
-    common = [f"--data.init_args.root={bars(tmp_path, space)}", f"--model.net.init_args.dims={dims}"]
-    common, last = [*common, "--model.guidance=1.5"], f"--ckpt_path={out}/checkpoints/last.ckpt"
-    assert launch(out, "fit", *common) == (0, "", [])
+def test_fit_test_and_predict_on_any_number_of_axes(generate, dims, tmp_path):
+    space, out, drawn = SPACES[dims], tmp_path / "run", tmp_path / "drawn"
+    root, common = bars(tmp_path, space), {"net": {"dims": dims}, "model": {"guidance": 1.5}}
+    done = fit_and_test(generate, root=root, out=out, **common)
     assert (out / "samples" / "epoch_0002.png").is_file()
-    saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True).keys()
+    saved = torch.load(last(out), weights_only=True).keys()
     assert {"space", "prediction", "cost"} <= {*GenerationTask.saved} <= saved
-    status, summary, errors = launch(out, "test", *common, last)
-    assert (status, errors) == (0, [])
-    assert "Frechet distance" in summary and "in pixels, 6 samples against 10 of the test" in summary
+    assert "Frechet distance" in done.out and "in pixels, 6 samples against 10 of the test" in done.out
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["frechet"] > 0 and metrics["frechet_train"] > 0
     assert metrics["fit"]["best"]["val_score"] == -metrics["fit"]["best"]["val_loss"]
     assert {"precision", "recall", "nearest_has_class", "parameters", "step_ms"} <= metrics.keys()
     assert metrics["sampled_per_second"] > 0 and metrics["guidance"] == 1.5
     assert (out / "samples.png").is_file() and (out / "nearest.png").is_file()
-    (tmp_path / "bars.npz").unlink()  # the checkpoint has all that sampling needs
+    root.unlink()  # the checkpoint has all that sampling needs
     size = [side + 1 for side in space]
-    more = [f"--model.size={size}", "--model.samples=3"]
-    status, summary, errors = launch(tmp_path / "drawn", "predict", *common, *more, last)
-    assert (status, errors) == (0, []) and "3 samples are in" in summary
-    files = sorted((tmp_path / "drawn" / "predictions").iterdir())
+    more = (f"--model.size={size}", "--model.samples=3")
+    done = generate("predict", *more, root=root, out=drawn, ckpt=last(out), **common).well()
+    assert "3 samples are in" in done.out
+    files = sorted((drawn / "predictions").iterdir())
     assert [file.name.split(".")[0] for file in files] == ["00000_0", "00001_1", "00002_0"]
     assert {np.squeeze(READERS[dims](file)).shape for file in files} == {tuple(size)}
 
 
 @pytest.mark.slow
-def test_prediction_is_repeated_by_its_seed_and_of_the_classes_asked(images, tmp_path):
+def test_prediction_is_repeated_by_its_seed_and_of_the_classes_asked(generate, images, tmp_path):
     root, out = images
-    common = [root, f"--ckpt_path={out}/checkpoints/last.ckpt", "--data.init_args.batch_size=4"]
     samples = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        assert launch(tmp_path / name, "predict", *common, "--model.classes=['1']", f"--model.seed={seed}")[0] == 0
+        options = {"model": {"classes": ["1"], "seed": seed}, "data": {"batch_size": 4}}
+        generate("predict", root=root, out=tmp_path / name, ckpt=last(out), **options).well()
         files = sorted((tmp_path / name / "predictions").iterdir())
         assert len(files) == 6 and all(file.stem.endswith("_1") for file in files)
         samples.append(np.stack([np.asarray(Image.open(file)) for file in files]))
@@ -125,31 +117,31 @@ def test_prediction_is_repeated_by_its_seed_and_of_the_classes_asked(images, tmp
 
 
 @pytest.mark.slow
-def test_classes_and_noise_are_those_that_are_reported(images, tmp_path, monkeypatch):
+def test_classes_and_noise_are_those_that_are_reported(generate, images, tmp_path, monkeypatch):
     """A network that draws the number of the class; every validation has the same loss."""
     root, out = images
-    calls, seeds, last = [], [], f"--ckpt_path={out}/checkpoints/last.ckpt"
+    calls, seeds, places = [], [], {"root": root, "out": tmp_path, "ckpt": last(out)}
 
     def sample(network, scheduler, shape, classes, *, generator, **_):
         calls.append(classes.tolist())
         seeds.append(generator.initial_seed())
         return (classes.float() * 3 - 1.5).view(-1, 1, 1, 1).expand(shape)
 
-    losses = [launch(tmp_path / "v", "validate", root, last)[1] for _ in range(2)]
+    losses = [generate("validate", **{**places, "out": tmp_path / "v"}).out for _ in range(2)]
     assert losses[0] == losses[1] and "val_loss" in losses[0]
     monkeypatch.setattr("ndlightnet.training.generation.generation_task.sample", sample)
-    assert launch(tmp_path, "test", root, last, "--data.init_args.batch_size=2")[::2] == (0, [])
+    generate("test", **places, data={"batch_size": 2}).well()
     assert len(calls) == len({*seeds}) == 3  # no batch has the noise of another
     assert sorted(label for call in calls for label in call) == [0] * 3 + [1] * 3
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["nearest_has_class"] == 1
     calls.clear()
-    assert launch(tmp_path, "predict", root, last, "--model.classes=['1','0']")[::2] == (0, [])
+    generate("predict", **places, model={"classes": ["1", "0"]}).well()
     assert calls == [[1, 0] * 3]
     assert sorted(file.name for file in tmp_path.glob("*.png")) == ["nearest.png", "predictions.png", "samples.png"]
     for name in ("12345.txt", "mine.png"):
         (tmp_path / "predictions" / name).write_text("of the user")
-    assert launch(tmp_path, "predict", root, last, "--model.samples=2")[::2] == (0, [])
+    generate("predict", **places, model={"samples": 2}).well()
     files = sorted((tmp_path / "predictions").iterdir())  # none of the four others is left
     assert [file.name for file in files] == ["00000_0.png", "00001_1.png", "12345.txt", "mine.png"]
     for file in files[:2]:
@@ -157,45 +149,83 @@ def test_classes_and_noise_are_those_that_are_reported(images, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_compared_in_the_features_of_a_classifier(images, tmp_path):
+def test_compared_in_the_features_of_a_classifier(generate, images, tmp_path):
     root, out = images
-    last = f"--ckpt_path={out}/checkpoints/last.ckpt"
     net = NDLightNet(2, 1, 2, patch_size=2, embed_dim=8, depth=1)
     weights = {f"net.{key}": value for key, value in net.state_dict().items()}
     path = tmp_path / "classifier.ckpt"
     torch.save({"state_dict": weights, "network": net.description()}, path)
-    status, summary, errors = launch(tmp_path, "test", root, last, f"--model.features_checkpoint={path}")
-    assert (status, errors) == (0, []) and "in features of NDLightNet" in summary
+    done = generate("test", f"--model.features_checkpoint={path}", root=root, out=tmp_path, ckpt=last(out)).well()
+    assert "in features of NDLightNet" in done.out
     assert json.loads((tmp_path / "metrics.json").read_text())["compared_in"] == "features of NDLightNet"
 
 
 @pytest.mark.slow
-def test_noise_prediction(images, tmp_path):
-    root, _ = images
+def test_noise_prediction_without_classes(generate, images, tmp_path):
     scheduler = "--model.scheduler={DDIMScheduler: {prediction_type: v_prediction}}"
-    more = [root, scheduler, "--model.net.init_args.num_classes=0", "--trainer.max_epochs=1"]
-    assert launch(tmp_path, "fit", *more) == (0, "", [])
-    last = f"--ckpt_path={tmp_path}/checkpoints/last.ckpt"
-    status, _, errors = launch(tmp_path, "test", *more, last)
-    assert (status, errors) == (0, [])
+    places = {"root": images[0], "out": tmp_path, "net": {"num_classes": 0}, "trainer": {"max_epochs": 1}}
+    fit_and_test(generate, scheduler, **places)
     assert json.loads((tmp_path / "metrics.json").read_text())["nearest_has_class"] is None
 
 
-@pytest.mark.slow
-def test_clips_become_strips_and_an_animation(tmp_path):
-    pytest.importorskip("av")
-    from ndlightnet.data.made.digits import make_moving_digits
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """Ten images of each colour to train with, four to test; one cannot be read."""
+    root, rng = tmp_path_factory.mktemp("folders"), np.random.default_rng(0)
+    for split, count in (("train", 10), ("test", 4)):
+        for channel, name in enumerate(("red", "green")):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(0, 60, (8, 8, 3), np.uint8)
+                pixels[..., channel] += 180
+                Image.fromarray(pixels).save(root / split / name / f"{number}.png")
+    (root / "train" / "red" / "broken.png").write_bytes(b"no picture")
+    return root
 
+
+@pytest.mark.slow
+def test_fit_test_and_predict_on_class_folders(generate, folders, tmp_path):
+    words = ("--data.class_path=ImageFolders", "--trainer.max_epochs=1")
+    data, net = {"size": 8, "batch_size": 4, "scale": None, "crop_pct": 1.0, "workers": 0}, {"in_chans": 3}
+    places = {"root": folders, "out": tmp_path, "data": data, "net": net}
+    (note,) = fit_and_test(generate, *words, **places).notes  # training did without the broken file, too
+    places["ckpt"] = last(tmp_path)
+    assert note.startswith(f"note: {folders}/train/red/broken.png: cannot be read")
+    (folders / "test" / "red" / "cut.png").write_bytes(b"no picture")
+    done = generate("test", *words, **places)  # it stops nothing
+    (folders / "test" / "red" / "cut.png").unlink()
+    assert done.status == 1 and len(done.errors) == 1 and "test/red/cut.png: cannot be read" in done.errors[0]
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["test_samples"] == 8 and metrics["samples"] == 6
+    generate("predict", "--model.size=[8,12]", *words, **places).well()
+    (first, *_) = sorted((tmp_path / "predictions").glob("0*"))
+    assert first.name == "00000_green.png" and Image.open(first).size == (12, 8)
+    done = generate("fit", *words, root=folders, out=tmp_path / "new", data={**data, "mixup": 0.5}, net=net)
+    assert done.status == 1 and "data.mixup, data.cutmix: above 0, expected 0" in done.err
+
+
+def test_pixels_are_normalised_and_back(folders):
+    data = ImageFolders(str(folders), 8, scale=None, crop_pct=1.0, workers=0, batch_size=4)
+    data.setup("fit")
+    count = 0
+    for batch in data.plain_train_dataloader():
+        pixels = batch[0]
+        images, labels, _ = data.on_after_batch_transfer(batch, 0)
+        assert torch.equal(data.to_pixels(images), pixels)
+        assert torch.equal(data.from_pixels(pixels), images)
+        count += len(labels)
+    assert count == len(data.train_set) - 1  # but the broken one
+
+
+@pytest.mark.slow
+def test_clips_become_strips_and_an_animation(animate, tmp_path):
+    pytest.importorskip("av")
     root = make_moving_digits(tmp_path / "digits", 12, 6, frames=4, size=24, progress=False)
-    common = [f"--data.init_args.root={root}", "--trainer.max_epochs=1"]
-    run = partial(launch, config=CLIPS)
-    out = tmp_path / "run"
-    assert run(out, "fit", *common)[::2] == (0, [])
-    last = f"--ckpt_path={out}/checkpoints/last.ckpt"
-    assert run(out, "test", *common, last)[::2] == (0, [])
+    out, drawn = tmp_path / "run", tmp_path / "drawn"
+    fit_and_test(animate, "--trainer.max_epochs=1", root=root, out=out)
     assert Image.open(out / "samples.gif").n_frames == 3
-    assert run(tmp_path / "drawn", "predict", *common, last)[::2] == (0, [])
-    (first, *_) = sorted((tmp_path / "drawn" / "predictions").iterdir())
+    animate("predict", root=root, out=drawn, ckpt=last(out)).well()
+    (first, *_) = sorted((drawn / "predictions").iterdir())
     assert first.name == "00000_anticlockwise.gif" and Image.open(first).n_frames == 3
 
 
@@ -216,25 +246,24 @@ def autoencoder(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_latents_of_an_autoencoder(images, autoencoder, tmp_path):
-    root, _ = images
+def test_latents_of_an_autoencoder(generate, images, autoencoder, tmp_path):
     out = tmp_path / "run"
-    net = ["--model.net.init_args.in_chans=2", "--model.net.init_args.patch_size=1"]
-    common = [root, f"--model.autoencoder={autoencoder}", *net]
-    assert launch(out, "fit", *common) == (0, "", [])
-    last = f"--ckpt_path={out}/checkpoints/last.ckpt"
-    assert launch(out, "test", *common, last)[::2] == (0, [])
-    saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
+    common = {"root": images[0], "out": out, "net": {"in_chans": 2, "patch_size": 1}}
+    model = {"autoencoder": str(autoencoder)}
+    fit_and_test(generate, **common, model=model)
+    saved = torch.load(last(out), weights_only=True)
     assert all(key.startswith("net.") for key in saved["state_dict"])
-    assert launch(out, "predict", *common, "--model.size=[8,4]", last)[::2] == (0, [])
+    common["ckpt"] = last(out)
+    generate("predict", **common, model={**model, "size": [8, 4]}).well()
     assert Image.open(next((out / "predictions").glob("00000*"))).size == (4, 8)
-    status, _, errors = launch(out, "predict", *common, "--model.size=[8,5]", last)
-    assert status == 1 and "multiples of 2" in errors[0]
-    wider = save_autoencoder(tmp_path / "wider", latent_channels=4)
-    for path, channels in ((wider, 4), ("null", 1)):  # not the one of the training
-        status, _, errors = launch(out, "predict", *common, f"--model.autoencoder={path}", last)
-        assert status == 1 and len(errors) == 1
-        assert f"expected a network with in_chans={channels}, got 2" in errors[0]
+    wider = str(save_autoencoder(tmp_path / "wider", latent_channels=4))
+    for changed, message in (
+        ({"size": [8, 5]}, "multiples of 2"),
+        ({"autoencoder": wider}, "expected a network with in_chans=4, got 2"),  # not the one of the training
+        ({"autoencoder": None}, "expected a network with in_chans=1, got 2"),
+    ):
+        done = generate("predict", **common, model=model | changed)
+        assert done.status == 1 and len(done.errors) == 1 and message in done.errors[0]
 
 
 def test_latents_are_shifted_then_scaled_and_decoded_the_other_way(autoencoder):
@@ -298,10 +327,10 @@ def test_an_autoencoder_takes_images_of_its_sides_only(autoencoder, tmp_path):
         ("--model.scheduler=DDIMScheduler", "predict flow, as in the traini"),
     ],
 )
-def test_what_cannot_be_predicted_is_one_line(images, tmp_path, option, message):
+def test_what_cannot_be_predicted_is_one_line(generate, images, tmp_path, option, message):
     root, out = images
-    status, _, errors = launch(tmp_path, "predict", root, option, f"--ckpt_path={out}/checkpoints/last.ckpt")
-    assert status == 1 and len(errors) == 1 and message in errors[0]
+    done = generate("predict", option, root=root, out=tmp_path, ckpt=last(out))
+    assert done.status == 1 and len(done.errors) == 1 and message in done.errors[0]
 
 
 def test_handwritten_digits_are_the_images_of_scikit_learn():
@@ -320,8 +349,6 @@ def test_handwritten_digits_are_the_images_of_scikit_learn():
 
 
 def test_pixels_and_normalised_clips_are_each_others_inverse():
-    from ndlightnet.training import VideoData
-
     data, pixels = VideoData("nowhere"), torch.arange(256, dtype=torch.uint8).view(1, 1, 4, 8, 8)
     assert torch.equal(data.to_pixels(data.from_pixels(pixels)), pixels)
     assert data.to_pixels(torch.tensor([[99.0, -99.0]])).tolist() == [[255, 0]]

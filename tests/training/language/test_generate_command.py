@@ -16,28 +16,13 @@ from ndlightnet.inference import generate as tokens_of
 from ndlightnet.training import TextData, TextTask, run
 from ndlightnet.training.language.generate_command import generate
 from ndlightnet.training.language.measures import file_bits, token_nll
-
-CONFIG = """
-seed_everything: 0
-trainer: {accelerator: cpu, max_epochs: 1, enable_progress_bar: false, logger: true,
-          default_root_dir: ROOT/run}
-model:
-  net:
-    class_path: ndlightnet.NDLightNet
-    init_args: {dims: 1, vocab_size: 256, causal: true, embed_dim: 16, depth: 1}
-data:
-  class_path: ndlightnet.training.TextData
-  init_args: {root: ROOT/text, length: 16, windows: 8, batch_size: 8, lengths: [16],
-              test_bytes: 64, workers: 0}
-"""
+from tests.training.conftest import last, write_text_run
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    (folder / "text").write_bytes(b"abc " * 500)
-    (folder / "c.yaml").write_text(CONFIG.replace("ROOT", str(folder)))
-    assert run(TextTask, TextData, folder, None, ["fit", "--config", f"{folder}/c.yaml"]) == 0
+    assert run(TextTask, TextData, folder, None, ["fit", f"--config={write_text_run(folder)}"]) == 0
     (folder / "text").unlink()  # neither command needs it
     return folder
 
@@ -48,7 +33,7 @@ def trained(tmp_path_factory):
 )
 def test_the_command_prints_what_the_function_yields(trained, tmp_path, capsys, monkeypatch, place, path):
     monkeypatch.chdir(trained / place)
-    net = NDLightNet.from_checkpoint(trained / "run/checkpoints/last.ckpt")
+    net = NDLightNet.from_checkpoint(last(trained / "run"))
     arguments = ["--ckpt_path", path, "--prompt", "ab", "--length=12"]
     capsys.readouterr()
     assert generate([*arguments, "--temperature=0"]) == 0
@@ -76,7 +61,7 @@ def test_what_generate_refuses_is_one_line(trained, tmp_path):
         ([f"--ckpt_path={tmp_path}/a/a.ckpt"], f"{tmp_path}/config.yaml: no such file, which"),
         ([ckpt, "--top_k=0"], "top_k=0: expected 1 to 256"),
         ([ckpt, "--prompt="], r"prompt \(0,\): expected \(tokens,\)"),
-        ([ckpt, "--model.net.embed_dim=8"], ".*best.ckpt: the checkpoint of another network"),
+        ([ckpt, "--model.net.embed_dim=16"], ".*best.ckpt: the checkpoint of another network"),
     ):
         with pytest.raises(DataError, match=f"^{message}"):
             generate(arguments)
@@ -101,7 +86,7 @@ def test_predict_writes_the_bits_of_each_file(trained, tmp_path, capsys):
     texts = {"b": bytes(range(100)), "deep/a": b"abc " * 9, "short": b"x"}
     for name, content in texts.items():
         (tmp_path / "in" / name).write_bytes(content)
-    out, ckpt = tmp_path / "out", trained / "run" / "checkpoints" / "last.ckpt"
+    out, ckpt = tmp_path / "out", last(trained / "run")
     places = [f"--ckpt_path={ckpt}", f"--trainer.default_root_dir={out}", f"--data.input={tmp_path}/in"]
     assert run(TextTask, TextData, tmp_path, None, ["predict", f"--config={trained}/c.yaml", *places]) == 1
     printed = capsys.readouterr()

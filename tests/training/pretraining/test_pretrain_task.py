@@ -12,23 +12,14 @@ from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import ImageFolders, PretrainTask, VideoData
 from ndlightnet.training.core.checkpoints import load_initial
-from tests.training.conftest import set_up
+from tests.training.conftest import fit_and_test, last, set_up
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, write_stripes) -> Path:
-    return write_stripes(tmp_path_factory.mktemp("stripes"))
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, folder, pretrain) -> Path:
+def trained(tmp_path_factory, stripes, pretrain) -> Path:
     """The folder of a finished fit and test."""
     out = tmp_path_factory.mktemp("out")
-    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={out}")
-    done = pretrain("fit", *common)
-    assert (done.status, done.errors) == (0, [])
-    done = pretrain("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
-    assert (done.status, done.errors) == (0, [])
+    done = fit_and_test(pretrain, root=stripes, out=out)
     assert "of what was dropped, over 30 samples" in done.out
     return out
 
@@ -38,7 +29,7 @@ def test_it_leaves_checkpoints_metrics_and_sheets(trained):
     for name in ("best.ckpt", "last.ckpt"):
         saved = torch.load(trained / "checkpoints" / name, weights_only=True)["state_dict"]
         assert {key.split(".")[0] for key in saved} == {"net", "decoder"}
-    net = NDLightNet.from_checkpoint(trained / "checkpoints" / "last.ckpt")
+    net = NDLightNet.from_checkpoint(last(trained))
     assert all(torch.equal(value, saved[f"net.{name}"]) for name, value in net.state_dict().items())
     metrics = json.loads((trained / "metrics.json").read_text())
     assert metrics["samples"] == 30 and (metrics["box"], metrics["dropped"]) == ([2, 2], 0.75)
@@ -49,21 +40,18 @@ def test_it_leaves_checkpoints_metrics_and_sheets(trained):
 
 
 @pytest.mark.slow
-def test_a_training_begins_with_its_weights(trained, folder, recognise, tmp_path):
+def test_a_training_begins_with_its_weights(trained, stripes, recognise, tmp_path):
     """Those that fit; a line names the head, which is as drawn."""
-    checkpoint = trained / "checkpoints" / "last.ckpt"
-    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}")
-    rates = ("--trainer.max_epochs=1", "--model.lr=1e-9", "--model.min_lr=0")
-    done = recognise("fit", *common, f"--model.init={checkpoint}", *rates)
-    assert (done.status, done.errors) == (0, [])
+    checkpoint, places = last(trained), {"root": stripes, "out": tmp_path}
+    rates = {"lr": 1e-9, "min_lr": 0, "init": str(checkpoint)}
+    done = recognise("fit", "--trainer.max_epochs=1", **places, model=rates).well()
     # a test does not read it: a config with `init` works where the file is gone
-    last = f"--ckpt_path={tmp_path}/checkpoints/last.ckpt"
-    assert recognise("test", *common, "--model.init=gone.ckpt", last).status == 0
+    recognise("test", "--model.init=gone.ckpt", **places, ckpt=last(tmp_path)).well()
     (note,) = [line for line in done.notes if "weights of the network" in line]
     assert note.startswith(f"note: {checkpoint}: ")
     assert note.endswith("as drawn: head.bias, head.weight; not used: none")
     before = torch.load(checkpoint, weights_only=True)["state_dict"]
-    after = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    after = torch.load(last(tmp_path), weights_only=True)["state_dict"]
     shared = [key for key in before if key.startswith("net.") and key in after]
     assert len(shared) > 15
     for key in shared:
@@ -101,9 +89,9 @@ def network(**options) -> NDLightNet:
         (torch.nn.Identity, {}, "model.net: Identity, expected an"),
     ],
 )
-def test_wrong_options(folder, net, options, message):
+def test_wrong_options(stripes, net, options, message):
     with pytest.raises(DataError, match=f"^{message}"):
-        set_up(PretrainTask(net(), **options), ImageFolders(str(folder), 8))
+        set_up(PretrainTask(net(), **options), ImageFolders(str(stripes), 8))
 
 
 def test_files_that_cannot_begin_a_training(tmp_path):

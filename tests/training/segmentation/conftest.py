@@ -1,13 +1,16 @@
-"""What the tests of segmentation share: phantoms, two trained checkpoints."""
+"""What the tests of segmentation share: phantoms, two trained checkpoints, a network in place of the trained one."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from ndlightnet import NDLightUNet
 from ndlightnet.data.made.phantoms import make_phantoms
-
-CLASSES = "--model.net.init_args.out_channels=2"
+from tests.training.conftest import SMALL, last
 
 
 @pytest.fixture(scope="session")
@@ -16,17 +19,36 @@ def checkpoints(segment, write_decathlon, tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("trained")
     root = write_decathlon(folder / "data")
     for seed in (0, 1):
-        done = segment(
-            "fit",
-            CLASSES,
-            f"--trainer.default_root_dir={folder}/{seed}",
-            f"--data.init_args.root={root}",
-            "--data.init_args.patch=[8,8,8]",
-            f"--seed_everything={seed}",
-        )
-        assert (done.status, done.errors) == (0, [])
+        segment("fit", f"--seed_everything={seed}", out=folder / str(seed), root=root, **SMALL).well()
     shutil.rmtree(root)
-    return [folder / str(seed) / "checkpoints" / "last.ckpt" for seed in (0, 1)]
+    return [last(folder / str(seed)) for seed in (0, 1)]
+
+
+@pytest.fixture
+def predict(segment, checkpoints, tmp_path) -> Callable[..., object]:
+    """predict(input, *options): how it ended; results are in tmp_path/out/predictions."""
+    places = {"out": tmp_path / "out", "root": "/gone", "ckpt": checkpoints[0], "net": {"out_channels": 2}}
+    return lambda path, *more: segment("predict", *more, input=path, **places)
+
+
+@pytest.fixture
+def network(monkeypatch) -> Callable[[Callable[[Tensor], Tensor]], None]:
+    """network(function): in place of the trained one, class 1 where function(x) is above 0."""
+
+    def replace(function: Callable[[Tensor], Tensor]) -> None:
+        def forward(net: NDLightUNet, x: Tensor) -> Tensor:
+            value = function(x)
+            return torch.cat([-value, value], 1)
+
+        monkeypatch.setattr(NDLightUNet, "forward", forward)
+
+    return replace
+
+
+def units(low: float = -1e6, high: float = 1e6, mean: float = 0.0, deviation: float = 1.0) -> str:
+    """Values reach the network as (x - mean) / deviation."""
+    numbers = {"low": low, "high": high, "mean": mean, "deviation": deviation}
+    return f"--data.init_args.intensities={[numbers]}"
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,9 @@
 """MONAI bundles: what MONAI makes of them is what `predict` writes, on any grid and channels."""
 
-import io
 import json
 import os
-import subprocess
+import runpy
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import nibabel
@@ -22,66 +20,46 @@ from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 from ndlightnet.nn.mixers import WindowAttention
-from ndlightnet.training import SegmentationTask, VolumeData, run
+from ndlightnet.training import SegmentationTask, VolumeData
 from ndlightnet.training.segmentation import bundle as bundles
 from ndlightnet.training.segmentation.bundle_files import inference_of
+from tests.training.conftest import UNET, last, options
+from tests.training.conftest import launch as command_line
+from tests.training.forked import run_forked
 
-ROOT = Path(__file__).parents[3]
-CONFIG = """
-seed_everything: 0
-trainer: {{accelerator: cpu, max_epochs: 1, limit_train_batches: 2, limit_val_batches: 0,
-  log_every_n_steps: 1, enable_progress_bar: false, logger: false, default_root_dir: {out}}}
-model:
-  net:
-    class_path: ndlightnet.NDLightUNet
-    init_args: {{dims: 3, widths: [4, 8], convs: [1, 1], depths: [0, 1], {net}}}
-  {model}
-data:
-  class_path: ndlightnet.training.VolumeData
-  init_args: {{root: {root}, batch_size: 1, workers: 0, {data}}}
-"""
-CT = "{low: -912, high: 469, mean: -164, deviation: 355}"
+CT = {"low": -912, "high": 469, "mean": -164, "deviation": 355}
 # left, back and head, 7 degrees about z, 1.5 x 2 x 2.5 mm
 TURN = np.array([[-np.cos(0.12), np.sin(0.12), 0], [-np.sin(0.12), -np.cos(0.12), 0], [0, 0, 1]])
 OBLIQUE = np.block([[TURN @ np.diag([1.5, 2.0, 2.5]), np.array([[30.0], [-20], [5]])], [0, 0, 0, 1]])
 
 
-def launch(config: Path, command: str, *arguments: object) -> list[str]:
-    """The lines of errors of a command of tasks/ct_segmentation.py, in this process."""
-    argv = ["task.py", command, "--config", str(config), *map(str, arguments)]
-    err = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()), redirect_stderr(err):
-        patch.setattr(sys, "argv", argv)
-        status = run(SegmentationTask, VolumeData, Path("none"), {"bundle": bundles.bundle})
-    errors = [line for line in err.getvalue().splitlines() if line.startswith("error: ")]
-    assert (status == 1) == bool(errors)
-    return errors
+def launch(config: Path, command: str, *words: object, **values: object) -> list[str]:
+    """The lines of errors of a command on a config that a training has left."""
+    first = (SegmentationTask, VolumeData, config.read_text(), config.parent / "given", command)
+    done = command_line(*first, *words, commands={"bundle": bundles.bundle}, **values)
+    assert done.status == bool(done.errors)
+    return done.errors
 
 
-def train(folder: Path, scans: Path, **options: str) -> Path:
-    """The config of a training that is done, in `folder`."""
-    config = folder / "config.yaml"  # which `fit` replaces by what it has made of it
-    config.write_text(CONFIG.format(out=folder, root=scans, **{"model": "", **options}))
-    assert launch(config, "fit") == []
-    return config
+def train(segment, out: Path, scans: Path, **values: object) -> Path:
+    """The config that a training of two steps leaves in `out`."""
+    trainer = {"limit_train_batches": 2, "limit_val_batches": 0, "enable_progress_bar": False}
+    segment("fit", out=out, root=scans, trainer=trainer, **values).well()
+    return out / "config.yaml"
 
 
 @pytest.fixture(scope="module")
-def resampled(phantoms, tmp_path_factory) -> Path:
+def resampled(segment, phantoms, tmp_path_factory) -> Path:
     """The config of a training on phantoms, with all that changes a prediction."""
     folder = tmp_path_factory.mktemp("resampled")
     (folder / "scans").symlink_to(phantoms)
-    return train(
-        folder,
-        folder / "scans",
-        net="out_channels: 7, deep_supervision: true",
-        model="window: [24, 20, 16]\n  overlap: 0.4\n  mirror_axes: [1]\n  largest: true",
-        data=f"patch: [16, 16, 16], spacing: [9, 7, 11], intensities: [{CT}]",
-    )
+    model = {"window": [24, 20, 16], "overlap": 0.4, "mirror_axes": [1], "largest": True}
+    data = {"spacing": [9, 7, 11], "intensities": [CT], "batch_size": 1}
+    return train(segment, folder, folder / "scans", model=model, data=data)
 
 
 @pytest.fixture(scope="module")
-def channels(tmp_path_factory) -> Path:
+def channels(segment, tmp_path_factory) -> Path:
     """The config of a training on two of three channels, files of their own, on the scans' grids, with a mixer that
     has arguments."""
     folder = tmp_path_factory.mktemp("channels")
@@ -103,28 +81,21 @@ def channels(tmp_path_factory) -> Path:
     listing = {"channel_names": {"0": "CT", "1": "PET", "2": "T1"}, "labels": {"background": 0, "box": 1}}
     listing |= {"numTraining": 2, "file_ending": ".nii.gz"}
     (folder / "scans" / "dataset.json").write_text(json.dumps(listing))
-    mixer = "{class_path: ndlightnet.nn.mixers.WindowAttention, init_args: {window: [1, 2, 3]}}"
-    return train(
-        folder,
-        folder / "scans",
-        net=f"in_channels: 2, mixer: {mixer}",
-        data=f"patch: [8, 8, 8], channels: [2, 0], intensities: [{CT}, {{}}, {{}}]",
-    )
-
-
-def last(config: Path) -> str:
-    return f"--ckpt_path={config.parent / 'checkpoints' / 'last.ckpt'}"
+    mixer = {"class_path": "ndlightnet.nn.mixers.WindowAttention", "init_args": {"window": [1, 2, 3]}}
+    data = {"patch": [8, 8, 8], "channels": [2, 0], "intensities": [CT, {}, {}], "batch_size": 1}
+    net = {"in_channels": 2, "out_channels": 2, "mixer": mixer}
+    return train(segment, folder, folder / "scans", net=net, data=data)
 
 
 def exported(config: Path, out: Path, *more: object) -> Path:
-    assert launch(config, "bundle", last(config), "--out", out / "name", *more) == []
+    assert launch(config, "bundle", "--out", out / "name", *more, ckpt=last(config.parent)) == []
     return out / "name"
 
 
 def predicted(config: Path, out: Path, *more: object) -> Path:
     """The folder of what `predict` makes of `imagesTs`."""
-    scans = f"--data.init_args.input={config.parent / 'scans' / 'imagesTs'}"
-    assert launch(config, "predict", last(config), scans, f"--trainer.default_root_dir={out}", *more) == []
+    scans = config.parent / "scans" / "imagesTs"
+    assert launch(config, "predict", *more, ckpt=last(config.parent), input=scans, out=out) == []
     return out / "predictions"
 
 
@@ -163,7 +134,7 @@ def test_resampled_windows_of_an_ensemble(resampled, tmp_path):
     """Both interpolate logits linearly, float32 here and float64 there: a label may change where the best two logits
     are equal to a part in 1e-5, which is rare."""
     second = tmp_path / "second.ckpt"
-    saved = torch.load(resampled.parent / "checkpoints" / "last.ckpt", weights_only=True)
+    saved = torch.load(last(resampled.parent), weights_only=True)
     noise = torch.Generator().manual_seed(1)
     for value in saved["state_dict"].values():
         value += 0.3 * torch.randn(value.shape, generator=noise)
@@ -177,19 +148,23 @@ def test_resampled_windows_of_an_ensemble(resampled, tmp_path):
     assert differ <= 1e-4 * count
 
 
+def bundle_command(folder: Path, *words: str) -> None:
+    """`python -m monai.bundle` in `folder`."""
+    os.chdir(folder)
+    sys.argv = ["monai.bundle", *words]
+    runpy.run_module("monai.bundle", run_name="__main__")
+
+
 @pytest.mark.slow
 def test_monai_runs_it_from_anywhere(channels, tmp_path):
-    """`python -m monai.bundle run` in a process of its own, on the scans' own grids."""
+    """In a process of its own, on the scans' own grids."""
     pytest.importorskip("ignite", reason="pytorch-ignite runs bundles")
     pytest.importorskip("fire", reason="the command line of monai.bundle")
     root, predictions = exported(channels, tmp_path), predicted(channels, tmp_path)
     config, scans = root / "configs" / "inference.json", channels.parent / "scans" / "imagesTs"
     options = {"bundle_root": root, "config_file": config, "dataset_dir": scans}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "kernels", *sys.path]))}
-    command = [sys.executable, "-m", "monai.bundle", "run", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    assert run_forked(tmp_path / "log", bundle_command, tmp_path, "run", *words) == [0]
     assert compare(predictions / "c2.nii.gz", root / "eval" / "c2_0000_seg.nii.gz") == (0, 13 * 11 * 9)
 
 
@@ -278,10 +253,10 @@ def test_names_of_the_data_are_never_evaluated(channels, tmp_path):
     touched, secret = tmp_path / "touched", tmp_path / "secret.json"
     secret.write_text(json.dumps({"a": f"$open({str(touched)!r}, 'w')"}))
     ckpt, root = tmp_path / "given.ckpt", tmp_path / "bundle"
-    saved = torch.load(channels.parent / "checkpoints" / "last.ckpt", weights_only=True)
+    saved = torch.load(last(channels.parent), weights_only=True)
     label, *texts = f"$open({str(touched)!r}, 'w')", f"%{secret}", "@bundle_root", "\x1b[31m%#@##"
     torch.save({**saved, "names": {"labels": ["$1/0", label], "modalities": texts}}, ckpt)
-    assert launch(channels, "bundle", "--ckpt_path", ckpt, "--out", root) == []
+    assert launch(channels, "bundle", "--out", root, ckpt=ckpt) == []
     for file in ("metadata", "inference"):
         parser = ConfigParser()
         parser.read_meta(str(root / "configs" / "metadata.json"))
@@ -311,9 +286,9 @@ def test_names_of_the_data_are_never_evaluated(channels, tmp_path):
     ],
 )
 def test_what_does_not_fit_is_one_line(channels, tmp_path, option, words):
-    out, ckpt = tmp_path / "bundles" / "name", last(channels)
-    (error,) = launch(channels, "bundle", ckpt, "--out", out, option.replace("DIR", str(tmp_path)))
-    words = words.replace("DIR", str(tmp_path)).replace("CKPT", ckpt.partition("=")[2])
+    out, ckpt = tmp_path / "bundles" / "name", last(channels.parent)
+    option, words = (text.replace("DIR", str(tmp_path)).replace("CKPT", str(ckpt)) for text in (option, words))
+    (error,) = launch(channels, "bundle", f"--ckpt_path={ckpt}", "--out", out, option)
     assert error.startswith(f"error: {words}") and not out.parent.exists()
 
 
@@ -324,7 +299,7 @@ def test_nothing_is_written_over_or_half(channels, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
 
     def error(name: str) -> str:
-        (line,) = launch(channels, "bundle", last(channels), "--out", tmp_path / name)
+        (line,) = launch(channels, "bundle", "--out", tmp_path / name, ckpt=last(channels.parent))
         return line.removeprefix(f"error: {tmp_path / name}: ").removeprefix("error: ")
 
     for name in ("old", "file"):
@@ -341,3 +316,38 @@ def test_nothing_is_written_over_or_half(channels, tmp_path, monkeypatch):
         patch.setattr(bundles, "locate", lambda _: None)  # a class that is nowhere to be imported
         assert error("new").startswith("model.net: ndlightnet.NDLightUNet cannot be built from a MONAI config")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "mine.txt", "old"]
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        None,
+        "GLA",
+        "ndlightnet.nn.mixers.published_mixer",
+        {"class_path": "ndlightnet.nn.mixers.GLA", "init_args": {"scan": "axes"}},
+        ["GLA", "ndlightnet.nn.mixers.S5", {"class_path": "ndlightnet.nn.mixers.Identity"}],
+    ],
+)
+def test_monai_builds_the_same_network(mixer, tmp_path):
+    """The default is a class. People write a name, a dotted name of a class or a function, a class with arguments,
+    or a list of these."""
+    (tmp_path / "plan.yaml").write_text(UNET)
+    net = {"out_channels": 2, "depths": [1, 2]} | ({} if mixer is None else {"mixer": mixer})
+    places = (f"--config={tmp_path}/plan.yaml", f"--ckpt_path={tmp_path}/best.ckpt", f"--out={tmp_path}/name")
+    words = [*places, *options(root="none", out=tmp_path, net=net)]
+    cli = bundles.BundleCLI(SegmentationTask, VolumeData, args=words, run=False)
+    names = {"labels": ["background", "x"], "modalities": ["CT"]}
+    torch.save({"state_dict": cli.model.state_dict(), "names": names}, tmp_path / "best.ckpt")
+    definition, weights = bundles._network(cli, [str(tmp_path / "best.ckpt")])
+    net = ConfigParser({"net": json.loads(json.dumps(definition))}).get_parsed_content("net")
+    net.eval().load_state_dict(weights)
+    assert net.config == cli.model.net.config
+    x = torch.randn(1, 1, 8, 8, 8)
+    assert torch.equal(net(x), cli.model.net.eval()(x))
+
+
+def test_a_wrong_option_is_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bundles.bundle(["--model.net=ndlightnet.NDLightUNet", "--outt=bundles/name"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "--outt" in line

@@ -119,7 +119,6 @@ def test_panels_hold_image_truth_prediction_and_errors(figures):
     assert classes == ["_one", "two $x$"] and errors == list(ERRORS)  # three lies elsewhere
 
 
-@pytest.mark.slow
 def test_without_truth_the_prediction_chooses_the_planes(figures):
     image, labels = volume()
     save_case(Path("p.png"), "", image, None, labels.flip(2), SPACING, NAMES)

@@ -1,9 +1,10 @@
-"""Cross-validation on tiny volumes: who predicts whom, what is pooled, what is done once."""
+"""Cross-validation on tiny volumes, killed, called again and once more: who predicts whom, with which weights, what is
+pooled, what is done once."""
 
 import csv
 import json
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nibabel
 import numpy as np
@@ -11,141 +12,124 @@ import pytest
 import torch
 
 from ndlightnet.training import SegmentationTask, VolumeData
-from ndlightnet.training.core import cli
 from ndlightnet.training.segmentation.cross_validation import folds
-from tests.training.conftest import UNET
+from tests.training.conftest import UNET, launch
 
-TWO = "--data.init_args.folds=2"
-CASES = [str(number) for number in range(7)]  # to train on; 7 is the test
+CASES = [str(number) for number in range(5)]  # to train on; 5 is the test
 
 
 class Killed(BaseException):
     """What nothing catches."""
 
 
-@pytest.fixture
-def cross(write_decathlon, tmp_path, monkeypatch, capsys):
-    """cross(): `folds` with three folds on seven cases; (status, what it said on stdout)."""
-    root = write_decathlon(tmp_path / "volumes", cases=8)
-    (tmp_path / "config.yaml").write_text(UNET)
-    options = {
-        "data.init_args.root": root,
-        "trainer.default_root_dir": tmp_path / "run",
-        "data.init_args.patch": [8, 8, 8],
-        "data.init_args.folds": 3,
-        "model.lr": 0.02,
-        "model.net.init_args.out_channels": 2,
-        "trainer.max_epochs": 2,
-    }
-    argv = ["task.py", "folds", "--config", str(tmp_path / "config.yaml"), *(f"--{k}={v}" for k, v in options.items())]
-
-    def run(*more: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", [*argv, *more])
-        status = cli.run(SegmentationTask, VolumeData, Path("none"), {"folds": folds})
-        return status, capsys.readouterr().out
-
-    return run
+def metrics_of(*folders: object) -> dict:
+    return json.loads(Path(*folders, "metrics.json").read_text())
 
 
-def metrics_of(run: Path, *fold: str) -> dict:
-    return json.loads(run.joinpath(*fold, "metrics.json").read_text())
+def stamps(out: Path) -> dict[Path, int]:
+    """When the label maps and metrics of the folds were written."""
+    return {path: path.stat().st_mtime_ns for end in ("nii.gz", "json") for path in out.glob(f"fold_*/**/*.{end}")}
+
+
+@pytest.fixture(scope="module")
+def cross(write_decathlon, tmp_path_factory) -> tuple[Path, list[SimpleNamespace]]:
+    """The folder of the run, and of each of three calls its steps, cases and weights by fold, what it said, and the
+    files and metrics it left. The first is killed in the second epoch of the second of two folds."""
+    folder = tmp_path_factory.mktemp("cross")
+    places = {"root": write_decathlon(folder / "volumes", cases=6), "out": folder / "run"}
+    places |= {"data": {"patch": [8, 8, 8], "folds": 2}, "net": {"out_channels": 2}, "model": {"lr": 0.02}}
+    average = "{class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.5}}"
+    more = ("--trainer.max_epochs=2", f"--trainer.callbacks+={average}")
+    calls: list[SimpleNamespace] = []
+    step, case, start = SegmentationTask.training_step, SegmentationTask._case, SegmentationTask.on_test_start
+
+    def training_step(task, batch, number):
+        data = task.data()
+        calls[-1].trained[data.fold] = {one["name"] for one in data.crops.cases}
+        calls[-1].steps.append((data.fold, task.global_step))
+        if len(calls) == 1 and calls[-1].steps[-1] == (1, 3):
+            raise Killed
+        return step(task, batch, number)
+
+    def on_case(task, batch, out):
+        calls[-1].predicted.append((task.data().fold, batch["case"].name))
+        case(task, batch, out)
+
+    def on_test_start(task):
+        calls[-1].weights[task.data().fold] = {key: value.clone() for key, value in task.state_dict().items()}
+        start(task)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ndlightnet.training.segmentation.segmentation_task.save_case", lambda *_: None)  # takes long
+        for name, method in (("training_step", training_step), ("_case", on_case), ("on_test_start", on_test_start)):
+            patch.setattr(SegmentationTask, name, method)
+        for number in range(3):
+            calls.append(SimpleNamespace(steps=[], predicted=[], trained={}, weights={}))
+            arguments = (SegmentationTask, VolumeData, UNET, folder, "folds", *more)
+            if number == 0:
+                with pytest.raises(Killed):
+                    launch(*arguments, commands={"folds": folds}, **places)
+            else:
+                calls[-1].out = launch(*arguments, commands={"folds": folds}, **places).well().out
+            pooled = (folder / "run" / "metrics.json").exists()
+            calls[-1].pooled = metrics_of(folder, "run") if pooled else None
+            calls[-1].stamps = stamps(folder / "run")
+            calls[-1].metrics = [
+                path.name for path in sorted((folder / "run").glob("fold_?")) if "cases" in metrics_of(path)
+            ]
+    return folder, calls
 
 
 @pytest.mark.slow
-def test_every_case_is_predicted_once_by_a_network_that_has_not_seen_it(cross, tmp_path, monkeypatch):
-    run, trained, predicted = tmp_path / "run", {}, []
-    start, case = SegmentationTask.on_train_start, SegmentationTask._case
+def test_done_is_done_and_what_was_killed_goes_on(cross):
+    """The second call trains the epoch that was cut off, the third one nothing."""
+    first, second, third = cross[1]
+    assert first.steps == [(0, n) for n in range(4)] + [(1, n) for n in range(4)]
+    assert second.steps == [(1, 2), (1, 3)] and third.steps == third.predicted == []
+    assert (first.metrics, second.metrics, first.pooled) == (["fold_0"], ["fold_0", "fold_1"], None)
+    unchanged = {path: at for path, at in first.stamps.items() if "fold_0" in path.parts}
+    assert len(unchanged) > 2 and unchanged.items() <= second.stamps.items()
+    assert third.stamps == second.stamps and third.pooled == second.pooled
 
-    def on_train_start(task):
-        trained.setdefault(task.data().fold, set()).update(c["name"] for c in task.data().crops.cases)
-        start(task)
 
-    def on_case(task, batch, folder):
-        predicted.append((task.data().fold, batch["case"].name))
-        case(task, batch, folder)
-
-    monkeypatch.setattr(SegmentationTask, "on_train_start", on_train_start)
-    monkeypatch.setattr(SegmentationTask, "_case", on_case)
-    status, out = cross()
-    assert status == 0
+@pytest.mark.slow
+def test_every_case_is_predicted_once_by_a_network_that_has_not_seen_it(cross):
+    folder, (first, second, _) = cross
+    run, predicted = folder / "run", first.predicted + second.predicted
     assert sorted(name for _, name in predicted) == CASES
-    for fold in range(3):
+    for fold in range(2):
         held = {name for place, name in predicted if place == fold}
-        assert trained[fold] == set(CASES) - held and len(held) in (2, 3)
+        assert first.trained[fold] == set(CASES) - held and len(held) in (2, 3)
         assert {case["name"] for case in metrics_of(run, f"fold_{fold}")["cases"]} == held
+    assert second.trained == {1: first.trained[1]}
 
-    pooled = metrics_of(run)
-    assert [case["name"] for case in pooled["cases"]] == CASES
+    assert [case["name"] for case in second.pooled["cases"]] == CASES
     dice = []
-    for case_metrics in pooled["cases"]:
-        (file,) = run.glob(f"fold_*/test/{case_metrics['name']}.nii.gz")
-        truth = tmp_path / "volumes" / "labels" / file.name
+    for case in second.pooled["cases"]:
+        (file,) = run.glob(f"fold_*/test/{case['name']}.nii.gz")
+        truth = folder / "volumes" / "labels" / file.name
         a, b = (np.asarray(nibabel.load(path).dataobj) > 0 for path in (file, truth))
         dice.append(2 * (a & b).sum() / (a.sum() + b.sum()))
-        assert case_metrics["dice"] == pytest.approx([dice[-1]], abs=1e-6)
+        assert case["dice"] == pytest.approx([dice[-1]], abs=1e-6)
     assert np.mean(dice) > 0 and len(set(dice)) > 1
-    assert pooled["mean_dice"] == pytest.approx(np.mean(dice), abs=1e-5)
-    of_folds = [metrics_of(run, f"fold_{fold}")["mean_dice"] for fold in range(3)]
-    assert pooled["mean_dice_of_folds"] == pytest.approx(of_folds)
-    with (run / "cases.csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
+    assert second.pooled["mean_dice"] == pytest.approx(np.mean(dice), abs=1e-5)
+    of_folds = [metrics_of(run, f"fold_{fold}")["mean_dice"] for fold in range(2)]
+    assert second.pooled["mean_dice_of_folds"] == pytest.approx(of_folds)
+    lines = list(csv.DictReader((run / "cases.csv").open(newline="")))
     assert [(line["case"], line["class"]) for line in lines] == [(name, "cube") for name in CASES]
     assert [float(line["dice"]) for line in lines] == pytest.approx(dice, rel=1e-4, abs=1e-6)
     mean, spread = np.mean(of_folds), np.std(of_folds, ddof=1)
-    assert f"mean Dice {mean:.3f} ± {spread:.3f} over 3 folds, 7 cases" in out
+    assert f"mean Dice {mean:.3f} ± {spread:.3f} over 2 folds, 5 cases" in second.out
 
 
 @pytest.mark.slow
-def test_a_fold_is_tested_with_the_averaged_weights(cross, tmp_path, monkeypatch):
+def test_a_fold_is_tested_with_the_averaged_weights(cross):
     """Those in the checkpoint's state_dict, which `test` would take, not those trained on."""
-    start, tested = SegmentationTask.on_test_start, []
-
-    def on_test_start(task):
-        tested.append({key: value.clone() for key, value in task.state_dict().items()})
-        start(task)
-
-    monkeypatch.setattr(SegmentationTask, "on_test_start", on_test_start)
-    average = "--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging"
-    assert cross(average, TWO, "--trainer.max_epochs=1")[0] == 0
-    assert len(tested) == 2
-    for fold, weights in enumerate(tested):
-        last = tmp_path / "run" / f"fold_{fold}" / "checkpoints" / "last.ckpt"
-        saved = torch.load(last, weights_only=True)
+    folder, (first, second, _) = cross
+    for fold, weights in {**first.weights, **second.weights}.items():
+        saved = torch.load(folder / f"run/fold_{fold}/checkpoints/last.ckpt", weights_only=True)
         raw = saved["current_model_state"]
         assert any(not torch.equal(raw[key], value) for key, value in weights.items())
         for key, value in weights.items():
             assert torch.equal(value, saved["state_dict"][key]), key
-
-
-@pytest.mark.slow
-def test_done_is_done_and_what_was_killed_goes_on(cross, tmp_path, monkeypatch):
-    """Killed in the second fold's second epoch: the second call trains that epoch, a third one nothing."""
-    step, steps = SegmentationTask.training_step, []
-
-    def training_step(task, batch, number, die=None):
-        steps.append((task.data().fold, task.global_step))
-        if steps[-1] == die:
-            raise Killed
-        return step(task, batch, number)
-
-    run = tmp_path / "run"
-    monkeypatch.setattr(SegmentationTask, "training_step", lambda *a: training_step(*a, die=(1, 3)))
-    with pytest.raises(Killed):
-        cross(TWO)
-    assert steps == [(0, n) for n in range(4)] + [(1, n) for n in range(4)]
-    assert (run / "fold_0" / "metrics.json").exists()
-    assert list(metrics_of(run, "fold_1")) == ["fit"] and not (run / "metrics.json").exists()
-
-    steps.clear()
-    monkeypatch.setattr(SegmentationTask, "training_step", training_step)
-    first = (run / "fold_0" / "metrics.json").stat().st_mtime_ns
-    assert cross(TWO)[0] == 0
-    assert steps == [(1, 2), (1, 3)]
-    assert (run / "fold_0" / "metrics.json").stat().st_mtime_ns == first
-    pooled = metrics_of(run)
-
-    steps.clear()
-    stamps = {path: path.stat().st_mtime_ns for path in run.glob("fold_*/**/*.nii.gz")}
-    assert cross(TWO)[0] == 0
-    assert steps == [] and metrics_of(run) == pooled
-    assert stamps == {path: path.stat().st_mtime_ns for path in run.glob("fold_*/**/*.nii.gz")}
+    assert [*first.weights, *second.weights] == [0, 1]

@@ -35,6 +35,10 @@ BY_HAND = {
     "tiny": ((35, 50, 36), (1, 1, 1), [40, 56, 40], [FINE] * 3),  # to 5 x 7 x 5 cells
     "one slice": ((320, 320, 1), (0.8, 0.8, 8), [320, 320, 1], [THICK] * 5),
     "a few voxels": ((7, 3, 5), (1, 1, 1), [7, 3, 5], []),
+    # scanners' edges differ in the third digit; one voxel more is a step of 16 more
+    "a hundredth less": ((63.96,) * 3, (1, 1, 1), [64] * 3, [FINE] * 4),
+    "a hundredth more": ((64.04,) * 3, (1, 1, 1), [64] * 3, [FINE] * 4),
+    "a voxel more": ((65,) * 3, (1, 1, 1), [80] * 3, [FINE] * 4),
 }
 
 
@@ -42,12 +46,6 @@ BY_HAND = {
 def test_patch_and_strides_by_hand(name):
     shape, spacing, patch, strides = BY_HAND[name]
     assert patch_of(np.array(shape, float), np.array(spacing, float), lambda *_: True) == (patch, strides)
-
-
-def test_a_hundredth_of_a_voxel_makes_no_patch_larger():
-    """Scanners' edges differ in the third digit; one voxel more would be a step of 16 more."""
-    patches = [patch_of(np.full(3, n), np.ones(3), lambda *_: True)[0] for n in (63.96, 64.04, 65.0)]
-    assert patches == [[64] * 3, [64] * 3, [80] * 3]
 
 
 def test_patches_fit_the_memory_and_the_strides():
@@ -153,21 +151,17 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(fingerprint, labels=("background", "liver"), memory=8e9, frames=None):
-    """The arguments of the model and of its data."""
+    """The arguments of the model and those of its data."""
     return config_of(fingerprint, labels, ("CT",), "ndlightnet.NDLightUNet", "S", memory, frames)
 
 
 @pytest.mark.usefixtures("cheap")
-def test_batches_of_small_and_of_few_volumes():
-    """A crop takes 0.262 GB, 15.8 million weights and what goes with them 0.252 GB."""
-
-    def batch(cases, memory):
-        return config(measured(cases=cases), memory=memory)[1]["batch_size"]
-
-    assert batch(40, 200e9) == 2  # 5 % of 40 patches
-    assert batch(200, 200e9) == 10
-    assert batch(4, 200e9) == 2  # never less
-    assert batch(200, 5.5 * 0.262e9 + 0.253e9) == 5
+@pytest.mark.parametrize(
+    "cases, memory, batch", [(40, 200, 2), (200, 200, 10), (4, 200, 2), (200, 5.5 * 0.262 + 0.253, 5)]
+)
+def test_batches_are_5_percent_of_the_patches_that_fit(cases, memory, batch):
+    """At least two. A crop takes 0.262 GB, 15.8 million weights and what goes with them 0.252 GB."""
+    assert config(measured(cases=cases), memory=memory * 1e9)[1]["batch_size"] == batch
 
 
 @pytest.mark.slow
@@ -182,14 +176,11 @@ def test_a_smaller_card_gets_a_smaller_patch():
 
 
 @pytest.mark.usefixtures("cheap")
-def test_left_and_right_are_not_mirrored():
-    for names, axes in (
-        (("liver", "bright spot"), [0, 1, 2]),
-        (("lung_left", "lung_right"), [1, 2]),
-        (("Kidney (Right)",), [1, 2]),
-    ):
-        _, data = config(measured(), ("background", *names))
-        assert data["augment"] == {"flip_axes": axes}
+@pytest.mark.parametrize(
+    "names, axes", [(("liver", "bright spot"), [0, 1, 2]), (("lung_left",), [1, 2]), (("Kidney (Right)",), [1, 2])]
+)
+def test_left_and_right_are_not_mirrored(names, axes):
+    assert config(measured(), ("background", *names))[1]["augment"] == {"flip_axes": axes}
 
 
 @pytest.mark.usefixtures("cheap")

@@ -14,30 +14,20 @@ from ndlightnet.data.made.phantoms import LABELS
 from ndlightnet.data.volume.crops import Crops
 from ndlightnet.data.volume.transforms import Intensity
 from ndlightnet.training import SegmentationTask, VolumeData
+from tests.training.conftest import SMALL, fit_and_test, last
 
 
-def options(root: Path, out: Path) -> tuple[str, ...]:
-    """Options for the decathlon's two labels and small volumes."""
-    return (
-        f"--data.init_args.root={root}",
-        f"--trainer.default_root_dir={out}",
-        "--data.init_args.patch=[8,8,8]",
-        "--model.net.init_args.out_channels=2",
-    )
-
-
-def logged(out: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(next(out.glob("logs/*/metrics.csv")).open()))
+def logged(out: Path, name: str) -> list[float]:
+    """What was logged under this name, by one process after another."""
+    rows = [row for file in sorted(out.glob("logs/*/metrics.csv")) for row in csv.DictReader(file.open())]
+    return [float(row[name]) for row in rows if row.get(name)]
 
 
 @pytest.fixture(scope="module")
 def run(phantoms, segment, tmp_path_factory) -> Path:
     """The folder of a finished fit and test."""
     out = tmp_path_factory.mktemp("run")
-    common = (f"--trainer.default_root_dir={out}", f"--data.init_args.root={phantoms}")
-    assert segment("fit", *common).status == 0
-    done = segment("test", *common, f"--ckpt_path={out}/checkpoints/best.ckpt")
-    assert (done.status, done.errors) == (0, [])
+    done = fit_and_test(segment, out=out, root=phantoms)
     assert "held-out mean Dice" in done.out
     return out
 
@@ -47,44 +37,32 @@ def test_fit_leaves_checkpoints_and_logs(run):
     for name in ("best.ckpt", "last.ckpt"):
         saved = torch.load(run / "checkpoints" / name, weights_only=True)
         assert (saved["epoch"], saved["global_step"]) == (0, 2)
-    rows = logged(run)
-    assert [len([row for row in rows if row[name]]) for name in ("loss", "val_dice")] == [2, 1]
+    assert [len(logged(run, name)) for name in ("loss", "val_dice")] == [2, 1]
     assert list(run.glob("logs/*/events.out.tfevents.*"))
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["parameters"] == sum(v.numel() for k, v in saved["state_dict"].items() if k.startswith("net."))
 
 
-def test_metrics_of_the_test(run):
+def test_metrics_page_and_table_are_those_of_the_files(run, phantoms):
+    """Dice of the written label map, against the truth, both as they are on disk."""
+    guess, truth = (nibabel.load(f / "phantom_003.nii.gz") for f in (run / "test", phantoms / "labelsTs"))
+    assert guess.shape == truth.shape
+    np.testing.assert_allclose(guess.affine, truth.affine)
+    a, b = (np.asarray(volume.dataobj) for volume in (guess, truth))
+    dice = [2 * ((a == n) & (b == n)).sum() / ((a == n).sum() + (b == n).sum()) for n in range(1, len(LABELS))]
     metrics = json.loads((run / "metrics.json").read_text())
     assert tuple(metrics["dice"]) == tuple(metrics["hd95_mm"]) == LABELS[1:]
     (case,) = metrics["cases"]
     assert case["name"] == "phantom_003"
-    assert list(metrics["dice"].values()) == pytest.approx(case["dice"])
-    assert metrics["mean_dice"] == pytest.approx(np.mean(case["dice"]), abs=1e-5)
-    saved = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
-    assert metrics["parameters"] == sum(v.numel() for k, v in saved.items() if k.startswith("net."))
-
-
-def test_dice_in_the_metrics_is_that_of_the_files(run, phantoms):
-    """The written label map, against the truth, both as they are on disk."""
-    guess = nibabel.load(run / "test" / "phantom_003.nii.gz")
-    truth = nibabel.load(phantoms / "labelsTs" / "phantom_003.nii.gz")
-    assert guess.shape == truth.shape
-    np.testing.assert_allclose(guess.affine, truth.affine)
-    a, b = (np.asarray(volume.dataobj) for volume in (guess, truth))
-    pairs = [(a == number, b == number) for number in range(1, len(LABELS))]
-    dice = [2 * (x & y).sum() / (x.sum() + y.sum()) for x, y in pairs]
-    metrics = json.loads((run / "metrics.json").read_text())
-    np.testing.assert_allclose(list(metrics["dice"].values()), dice, atol=1e-5)
-
-
-def test_test_leaves_a_picture_a_table_and_a_page(run):
-    picture = matplotlib.image.imread(run / "test" / "phantom_003.png")
-    assert picture.shape[0] > 200 and picture.shape[1] > 600 and picture.std() > 0.05
-    with (run / "test" / "cases.csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
+    for values in (metrics["dice"].values(), case["dice"]):
+        np.testing.assert_allclose(list(values), dice, atol=1e-5)
+    assert metrics["mean_dice"] == pytest.approx(np.mean(dice), abs=1e-5)
+    lines = list(csv.DictReader((run / "test" / "cases.csv").open(newline="")))
     assert [(line["case"], line["class"]) for line in lines] == [("phantom_003", name) for name in LABELS[1:]]
-    case = json.loads((run / "metrics.json").read_text())["cases"][0]
     for key in ("dice", "volume_ml", "truth_ml"):
         assert [float(line[key]) for line in lines] == pytest.approx(case[key], rel=1e-5, abs=1e-6)
+    picture = matplotlib.image.imread(run / "test" / "phantom_003.png")
+    assert picture.shape[0] > 200 and picture.shape[1] > 600 and picture.std() > 0.05
     assert 'src="phantom_003.png"' in (run / "test" / "index.html").read_text()
 
 
@@ -93,24 +71,21 @@ DICE = (0.5, 0.9, 0.6, 0.6, 0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("epochs", [[5], [1, 5]], ids=["at once", "resumed"])
-def test_best_follows_the_running_mean_and_last_is_the_last(segment, decathlon, tmp_path, monkeypatch, epochs):
+def test_best_follows_the_running_mean_and_last_is_the_last(segment, decathlon, tmp_path, monkeypatch):
+    """Also of a training that goes on."""
+
     def validation_step(task, batch, _):
         task.val_dice[batch["name"]] = [DICE[task.current_epoch]]
 
     monkeypatch.setattr(SegmentationTask, "validation_step", validation_step)
-    resume: tuple[str, ...] = ()
-    for most in epochs:
-        done = segment("fit", *options(decathlon, tmp_path), f"--trainer.max_epochs={most}", *resume)
-        assert (done.status, done.errors) == (0, [])
-        resume = (f"--ckpt_path={tmp_path}/checkpoints/last.ckpt",)
+    places = {"root": decathlon, "out": tmp_path, **SMALL}
+    segment("fit", **places).well()
+    segment("fit", "--trainer.max_epochs=5", **places, ckpt=last(tmp_path)).well()
     means = [DICE[0]]
     for value in DICE[1:]:
         means.append(0.8 * means[-1] + 0.2 * value)
-    if len(epochs) == 1:
-        rows = [row for row in logged(tmp_path) if row["ema_dice"]]
-        assert [float(row["ema_dice"]) for row in rows] == pytest.approx(means)
-        assert [float(row["val_dice"]) for row in rows] == pytest.approx(DICE)
+    assert logged(tmp_path, "ema_dice") == pytest.approx(means)
+    assert logged(tmp_path, "val_dice") == pytest.approx(DICE)
     saved = {path.name: torch.load(path, weights_only=True) for path in tmp_path.rglob("*.ckpt")}
     assert sorted(saved) == ["best.ckpt", "last.ckpt"]
     assert saved["best.ckpt"]["epoch"] == int(np.argmax(means)) and saved["last.ckpt"]["epoch"] == 4
@@ -137,23 +112,20 @@ def test_waiting_is_the_share_of_time_spent_on_slow_crops(segment, decathlon, tm
     lasting(SegmentationTask, "training_step", 2)
     lasting(SegmentationTask, "validation_step", 100)
     more = ("--trainer.num_sanity_val_steps=0", "--trainer.max_epochs=2", "--data.init_args.augment=null")
-    assert segment("fit", *options(decathlon, tmp_path), *more).status == 0
-    shares = [float(row["waiting"]) for row in logged(tmp_path) if row["waiting"]]
-    assert shares == pytest.approx([4 * 3 / (4 * 3 + 2 * 2)] * 2)
+    segment("fit", *more, root=decathlon, out=tmp_path, **SMALL).well()
+    assert logged(tmp_path, "waiting") == pytest.approx([4 * 3 / (4 * 3 + 2 * 2)] * 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 4])  # within the first epoch, and at the end of the second
 def test_a_training_cut_off_by_its_steps_goes_on(segment, decathlon, tmp_path, steps):
     """Lightning does not start anew the epoch that it was in."""
-    common = (*options(decathlon, tmp_path), "--trainer.max_epochs=-1")
-    last = tmp_path / "checkpoints" / "last.ckpt"
-    assert segment("fit", *common, f"--trainer.max_steps={steps}").status == 0
-    saved = torch.load(last, weights_only=True)
+    places = {"root": decathlon, "out": tmp_path, **SMALL}
+    segment("fit", "--trainer.max_epochs=-1", f"--trainer.max_steps={steps}", **places).well()
+    saved = torch.load(last(tmp_path), weights_only=True)
     assert saved["global_step"] == steps and len(saved["cost"][0]) == steps // 2
-    done = segment("fit", *common, "--trainer.max_steps=7", f"--ckpt_path={last}")
-    assert (done.status, done.errors) == (0, []), done.err[-2000:]
-    saved = torch.load(last, weights_only=True)
+    segment("fit", "--trainer.max_epochs=-1", "--trainer.max_steps=7", **places, ckpt=last(tmp_path)).well()
+    saved = torch.load(last(tmp_path), weights_only=True)
     assert saved["global_step"] == 7 and all(seconds > 0 for seconds in saved["cost"][0])
 
 
@@ -177,14 +149,14 @@ def test_a_fold_is_held_out_and_all_folds_are_all_cases(decathlon):
 
 @pytest.mark.slow
 def test_a_fold_works_in_a_folder_of_its_own(segment, decathlon, tmp_path):
+    places = {"root": decathlon, "out": tmp_path, **SMALL}
     fold = ("--data.init_args.fold=1", "--data.init_args.folds=3")
-    assert segment("fit", *options(decathlon, tmp_path), *fold).status == 0
+    segment("fit", *fold, **places).well()
     assert [path.name for path in tmp_path.iterdir() if path != decathlon] == ["fold_1"]
-    best = f"--ckpt_path={tmp_path}/fold_1/checkpoints/best.ckpt"
-    more = (*fold, "--data.init_args.test_on=fold", best)
-    assert segment("test", *options(decathlon, tmp_path), *more).status == 0
-    cases = json.loads((tmp_path / "fold_1" / "metrics.json").read_text())["cases"]
-    assert len(cases) == 1 and cases[0]["name"] in ("0", "1", "2")
+    best = tmp_path / "fold_1" / "checkpoints" / "best.ckpt"
+    segment("test", *fold, "--data.init_args.test_on=fold", **places, ckpt=best).well()
+    (case,) = json.loads((tmp_path / "fold_1" / "metrics.json").read_text())["cases"]
+    assert case["name"] in ("0", "1", "2")
 
 
 def test_the_network_gets_the_channels_asked_for(tmp_path, write_decathlon):

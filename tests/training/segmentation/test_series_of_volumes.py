@@ -19,6 +19,7 @@ from ndlightnet.training.segmentation.bundle import bundle
 from ndlightnet.training.segmentation.case_figure import save_case
 from ndlightnet.training.segmentation.metrics import measure_case
 from ndlightnet.training.segmentation.segmentation_task import _shrunk
+from tests.training.conftest import fit_and_test, last
 
 NET = "--model.net.init_args"
 NAME = "moving_phantom_002.nii.gz"  # of the test case
@@ -45,16 +46,15 @@ def moving(tmp_path_factory) -> Path:
 def run(moving, segment, tmp_path_factory) -> Path:
     """The folder of a finished fit, test and predict."""
     out = tmp_path_factory.mktemp("run")
-    common = (*FOUR, f"--trainer.default_root_dir={out}", f"--data.init_args.root={moving}")
-    checkpoint = f"--ckpt_path={out}/checkpoints/last.ckpt"
-    series = f"--data.init_args.input={moving}/imagesTs"
-    for command in (("fit",), ("test", checkpoint), ("predict", checkpoint, series, "--model.window=null")):
-        done = segment(command[0], *common, *command[1:])
-        assert (done.status, done.errors) == (0, []), done.err[-2000:]
+    fit_and_test(segment, *FOUR, out=out, root=moving)
+    series = {"input": moving / "imagesTs", "ckpt": last(out)}
+    segment("predict", *FOUR, "--model.window=null", out=out, root=moving, **series).well()
     return out
 
 
-def test_labels_are_written_on_the_grid_of_the_series(run, moving):
+@pytest.mark.slow
+def test_labels_are_written_on_the_grid_of_the_series_and_measured(run, moving):
+    """Dice over all frames, both as they are on disk."""
     source = nibabel.load(moving / "imagesTs" / NAME)
     assert source.affine[0, 0] < 0
     for kind in ("test", "predictions"):
@@ -65,10 +65,6 @@ def test_labels_are_written_on_the_grid_of_the_series(run, moving):
         picture = matplotlib.image.imread(run / kind / "moving_phantom_002.png")
         assert picture.shape[0] > 200 and picture.shape[1] > 600 and picture.std() > 0.05
         assert 'src="moving_phantom_002.png"' in (run / kind / "index.html").read_text()
-
-
-def test_dice_in_the_metrics_is_that_of_the_files(run, moving):
-    """Over all frames, both as they are on disk."""
     a, b = (np.asarray(nibabel.load(path).dataobj) for path in (run / "test" / NAME, moving / "labelsTs" / NAME))
     dice = [2 * ((a == n) & (b == n)).sum() / ((a == n).sum() + (b == n).sum()) for n in range(1, len(LABELS))]
     metrics = json.loads((run / "metrics.json").read_text())
@@ -104,7 +100,7 @@ def test_prediction_is_that_of_the_network(run, moving):
     ],
 )
 def test_what_does_not_fit_is_one_line(options, words, moving, segment, tmp_path):
-    done = segment("fit", *FOUR, f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={moving}", *options)
+    done = segment("fit", *FOUR, *options, out=tmp_path, root=moving)
     assert done.status and words in done.err, done.err[-2000:]
 
 
@@ -122,13 +118,7 @@ def test_a_bad_series_is_listed_and_the_others_go_on(run, moving, segment, tmp_p
     nibabel.save(series.slicer[..., 0], folder / "one.nii.gz")
     five = nibabel.Nifti1Image(np.zeros((4, 4, 4, 2, 2), np.float32), np.eye(4))
     nibabel.save(five, folder / "five.nii.gz")
-    done = segment(
-        "predict",
-        *FOUR,
-        f"--trainer.default_root_dir={tmp_path}/out",
-        f"--ckpt_path={run}/checkpoints/last.ckpt",
-        f"--data.init_args.input={folder}",
-    )
+    done = segment("predict", *FOUR, out=tmp_path / "out", ckpt=last(run), input=folder)
     assert done.status == 1 and len(done.errors) == 1, done.err
     assert "five.nii.gz: should have 3 axes (or 2, or 4 with channels or frames)" in done.errors[0]
     shapes = [nibabel.load(tmp_path / f"out/predictions/{n}.nii.gz").shape for n in ("few", "one")]
