@@ -105,7 +105,7 @@ def test_no_command_lets_lightning_unpickle(command, monkeypatch):
     assert cli._prepare_subcommand_kwargs(command)["weights_only"] is True
 
 
-SMALL = {"dims": 3, "num_classes": 2, "patch_size": [2, 8, 8], "stem_blocks": 1, "embed_dim": 8, "depth": 2}
+VIDEO_NETWORK = {"dims": 3, "num_classes": 2, "patch_size": [2, 8, 8], "stem_blocks": 1, "embed_dim": 8, "depth": 2}
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ SMALL = {"dims": 3, "num_classes": 2, "patch_size": [2, 8, 8], "stem_blocks": 1,
 )
 def test_an_argument_of_the_network_that_is_not_the_checkpoints(tmp_path, changes, line):
     """A patch of the same number of halvings has weights of the same shapes."""
-    trained, path = ImageTask(NDLightNet(**SMALL)), tmp_path / "last.ckpt"
+    trained, path = ImageTask(NDLightNet(**VIDEO_NETWORK)), tmp_path / "last.ckpt"
     torch.save({"state_dict": trained.state_dict(), "names": {}, "network": trained.net.description()}, path)
-    task, data = ImageTask(NDLightNet(**SMALL | changes)), SimpleNamespace(names=dict)
+    task, data = ImageTask(NDLightNet(**VIDEO_NETWORK | changes)), SimpleNamespace(names=dict)
     if "patch_size" in changes:
         task.load_state_dict(trained.state_dict())
     if line is None:
