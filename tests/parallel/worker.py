@@ -242,18 +242,19 @@ def autocast() -> dict[str, Any]:
 
 
 def compiled() -> dict[str, Any]:
-    """One graph, with the exchanges in it, of a causal network and of one with convolutions and global attention."""
+    """One graph, with the exchanges in it, of a causal network, also differentiated, and of one with convolutions and
+    global attention."""
     torch.manual_seed(0)
     unet = NDLightUNet(2, 1, 3, widths=(8, 16), convs=(1, 0), depths=(0, 1))
     signal = NDLightNet(1, 1, 3, patch_size=2, embed_dim=16, depth=1, tpe_states=4, causal=True)
     errors = {}
-    for name, net, shape in (("signal", signal, (1, 22)), ("images", unet, (1, 10, 6))):
+    for name, net, shape, backend in (("signal", signal, (1, 22), "aot_eager"), ("images", unet, (1, 10, 6), "eager")):
         with shard_grid(dist.group.WORLD) as grid:
             torch.manual_seed(0)
             x = grid.slab(torch.randn(2, *shape), 2)
             y = net(x)
             plain = gradients(net, y.sum())
-            z = torch.compile(net, backend="aot_eager", fullgraph=True)(x)
+            z = torch.compile(net, backend=backend, fullgraph=True)(x)
             grads = gradients(net, z.sum())
         errors[name] = {"output": error_of(z, y, y), "parameters": gradient_error(grads, plain, mean=False)}
     return errors
