@@ -117,18 +117,6 @@ def flat(result):
     return (out, *state)
 
 
-@forms
-def test_no_tokens(form):
-    (q, k, v), options = sample(Case((0,), 5, 3))
-    assert FORMS[form](q, k, v, **options).shape == v.shape
-    empty = summarize(k, v, impl="triton")
-    assert (empty.max == -torch.inf).all() and not empty.sum.any() and not empty.memory.any()
-    state = Problem.random(Case((1,), 5, 3, past=True)).state()
-    out, after = causal_attention(q, k, v, state=state, impl="triton")
-    assert out.shape == read(q, state, impl="triton").shape == v.shape
-    assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
-
-
 def unsupported():
     """Operation, tensors, lrpe, and the word that says why not."""
     x, wide = torch.randn(2, 9, 2, 16, device=DEVICE), torch.randn(2, 9, 2, 300, device=DEVICE)

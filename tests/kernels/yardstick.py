@@ -5,6 +5,7 @@ the worst place, plus a band: see `judge`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -210,6 +211,24 @@ def compare_with_torch(
         rounding = steps * torch.finfo(a.dtype).eps * largest(c)
         error, allowed = largest(a - c), largest(b - c)
         assert error <= 2 * allowed + rounding, f"{name}: {error:.2e}, torch {allowed:.2e}"
+
+
+def with_gradients(function: Callable[..., Tensor], pull: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return function(*inputs), and the gradients of the inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, pull.to(y.dtype))
+
+
+def check_operator(
+    names: Iterable[str], operator: Callable[..., Tensor], pull: Tensor, *inputs: Tensor, exponent: float = 0
+) -> None:
+    """Compare the kernels of operator(*inputs, impl=impl) with torch, by values and gradients."""
+
+    def results(impl: str, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        return with_gradients(partial(operator, impl=impl), *(x.to(dtype or x.dtype) for x in (pull, *inputs)))
+
+    compare_with_torch(names, results("triton"), results("torch"), results("torch", torch.float64), exponent)
 
 
 def single(outputs: Results) -> Results:
