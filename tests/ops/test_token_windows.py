@@ -1,5 +1,5 @@
-"""Windows over frames of one token, which go by chunks: against the dense form, and States. test_attention_edges.py
-has their padding and extreme logits."""
+"""Windows over frames of one token, which go by chunks: States and streams. test_frames.py has their values,
+test_attention_edges.py padding and extreme logits."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.autograd import grad
 from ndlightnet.ops import axis_causal_attention
 from ndlightnet.ops.lightnet import frames
 
-from .framed import HEADS, angles, attend, in_chunks, padding, per_head, sample, weights
+from .framed import HEADS, attend, in_chunks, padding, per_head, sample
 
 forgets = pytest.mark.parametrize("forget", [0.0, 0.3, HEADS], ids=str)
 
@@ -16,23 +16,6 @@ forgets = pytest.mark.parametrize("forget", [0.0, 0.3, HEADS], ids=str)
 @pytest.fixture(autouse=True)
 def no_window_is_short(monkeypatch):
     monkeypatch.setattr(frames, "SHORT", 1)
-
-
-@pytest.mark.parametrize("length, window", [(1, 1), (37, 1), (37, 2), (37, 17), (70, 35), (70, 69)])
-@forgets
-def test_values_and_gradients_are_the_dense_ones(dense, close, close_grads, length, window, forget):
-    """Also with angles and padding: holes, a whole block among them."""
-    shape, options = (length,), {"window": window, "forget": per_head(forget)}
-    for masked, rotated in ((True, True), (False, False)):
-        *inputs, theta = sample(shape)
-        mask, lrpe = padding(shape) if masked else None, theta if rotated else None
-        if masked:
-            mask[0, window : 2 * window] = False
-        actual, _ = attend(*inputs, shape, mask=mask, position=lrpe, **options)
-        turned = angles(shape, theta) if rotated else None
-        expected = dense(*inputs, mask=mask, see=weights(shape, window, forget), angles=turned)
-        close(actual, expected, 1e-10)
-        close_grads(actual, expected, (*inputs, theta) if rotated else inputs, 1e-9)
 
 
 @pytest.mark.parametrize("window", [1, 4, 9])
