@@ -46,7 +46,7 @@ def grids(impl):
 
 def examples(check, impl, **drawn):
     """Calls check(impl, ...) with what is drawn; a few times only where kernels are interpreted."""
-    most = 4 if INTERPRETED and impl == "triton" else 40
+    most = 3 if INTERPRETED and impl == "triton" else 40
     checks = settings(deadline=None, max_examples=most, suppress_health_check=list(HealthCheck))
 
     @checks

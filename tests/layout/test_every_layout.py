@@ -44,9 +44,11 @@ def position(layout: Layout, weights: Weights, kind: str | None) -> Any:
     return Position(weights["theta"], layout, kind) if kind else None
 
 
-def attend(kind: str | None, layout: Layout, x: dict[str, Tensor], mask: Tensor | None, weights: Weights) -> Tensor:
+def attend(
+    kind: str | None, scale: float, layout: Layout, x: dict[str, Tensor], mask: Tensor | None, weights: Weights
+) -> Tensor:
     where = position(layout, weights, kind)
-    return global_attention(x["q"], 3 * x["k"], x["v"], mask=mask, position=where, layout=layout, impl="torch")
+    return global_attention(x["q"], scale * x["k"], x["v"], mask=mask, position=where, layout=layout, impl="torch")
 
 
 def attend_causally(
@@ -99,9 +101,10 @@ def nothing(ndim: int) -> dict[str, tuple[int, ...]]:
 
 
 MERGED = {
-    "global, cosine": Operation(partial(attend, "cosine"), ATTENTION, ("k", "v"), angles),
-    "global, rotary": Operation(partial(attend, "rotary"), ATTENTION, ("k", "v"), half_angles),
-    "global, no position": Operation(partial(attend, None), ATTENTION, ("k", "v"), nothing),
+    "global, cosine": Operation(partial(attend, "cosine", 3), ATTENTION, ("k", "v"), angles),
+    "global, rotary": Operation(partial(attend, "rotary", 3), ATTENTION, ("k", "v"), half_angles),
+    "global, no position": Operation(partial(attend, None, 3), ATTENTION, ("k", "v"), nothing),
+    "global, logits beyond exp": Operation(partial(attend, None, 500), ATTENTION, ("k", "v"), nothing),
     "pool": Operation(pool, {"x": (DIM,)}, ("x",), nothing),
 }
 OPERATIONS = MERGED | {

@@ -84,6 +84,8 @@ def test_arguments_may_be_given(tmp_path):
     dit().save_pretrained(tmp_path / "dit")
     with pytest.warns(UserWarning, match="num_classes=2, saved with 4: the head is new"):
         assert NDLightDiT.from_pretrained(tmp_path / "dit", num_classes=2).class_embed.num_embeddings == 3
+    with pytest.raises(ValueError, match=r"other shapes: embed\.proj\.weight"):
+        NDLightDiT.from_pretrained(tmp_path / "dit", in_chans=2)
     with pytest.raises(ValueError, match=r"NDLightNet.* unexpected keyword argument 'dropout'"):
         NDLightNet.from_pretrained(tmp_path, dropout=0.5)
     with pytest.raises(ValueError) as caught:

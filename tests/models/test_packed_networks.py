@@ -8,7 +8,12 @@ from torch import nn
 
 from ndlightnet import LightNetAttention, NDLightNet
 
-SIZES = {1: ((300,), (7,), (33,)), 2: ((9, 40), (3, 3), (5, 1)), 3: ((5, 8, 6), (2, 3, 9), (12, 1, 4))}
+SIZES = {
+    1: ((300,), (7,), (33,)),
+    2: ((9, 40), (3, 3), (5, 1)),
+    3: ((5, 8, 6), (2, 3, 9), (12, 1, 4)),
+    4: ((3, 4, 3, 5), (1, 2, 7, 1)),
+}
 
 
 def network(dims, causal, **options):
@@ -17,7 +22,7 @@ def network(dims, causal, **options):
     return NDLightNet(dims, 2, 5, **sizes, causal=causal, mixer=mixer, **options).double()
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("dims", SIZES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_padded_and_alone_agree(close, close_grads, dims, causal):
     """As mixers do, see tests/nn, so do patches, MD-TPE and the mean."""
@@ -30,8 +35,8 @@ def test_packed_padded_and_alone_agree(close, close_grads, dims, causal):
     packed = net(net.pack(samples))
     most = [max(sizes) for sizes in zip(*SIZES[dims], strict=True)]
     # what lies in the padding must not matter
-    padded = torch.full((3, 2, *most), torch.nan).double()
-    mask = torch.zeros(3, *most, dtype=torch.bool)
+    padded = torch.full((len(samples), 2, *most), torch.nan).double()
+    mask = torch.zeros(len(samples), *most, dtype=torch.bool)
     for row, x in enumerate(samples):
         corner = tuple(slice(n) for n in x.shape[1:])
         padded[(row, slice(None), *corner)], mask[(row, *corner)] = x, True

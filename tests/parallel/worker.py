@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -277,23 +276,15 @@ def killed() -> dict[str, Any]:
     return {}
 
 
+PAIR = (all_cases, recomputed, stream, packs, counted, autocast, compiled)
+RARE = (twice, sequences, anomaly, empty_batch, out_of_memory, refused)
 # a number of processes, and what they do one after the other
-PAIR: tuple[Callable[[], Any], ...] = (
-    all_cases,
-    recomputed,
-    stream,
-    packs,
-    counted,
-    autocast,
-    compiled,
-    twice,
-    sequences,
-    anomaly,
-    empty_batch,
-    out_of_memory,
-    refused,
-)
-SESSIONS = {"two": (2, PAIR), "three": (3, (all_cases, sequences)), "four": (4, (beside,)), "killed": (3, (killed,))}
+SESSIONS = {
+    "two": (2, (*PAIR, *RARE)),
+    "three": (3, (all_cases, sequences)),
+    "four": (4, (beside,)),
+    "killed": (3, (killed,)),
+}
 
 
 def run_rank(folder: Path, rank: int, count: int, jobs: Any, backend: str = "gloo", timeout: int = 2 * SECONDS) -> None:
