@@ -106,11 +106,12 @@ def test_pieces_hand_over_their_state(close, name, shape, options, sizes):
         if not p.any():  # as biases of windows are at first
             torch.nn.init.normal_(p)
     state, outputs, at = m.init_state(2, None, shape[1:]), [], 0
-    kept = [x.shape for x in tree_leaves(state)]
+    shapes = [x.shape for x in tree_leaves(state)]
+    assert all(size[0] == 2 for size in shapes)
     for size in itertools.cycle(n for n in sizes if n or "branch" not in name):  # which takes no empty pieces
         y, state = m.advance(x[:, at : at + size], state, at)
         outputs, at = [*outputs, y], at + size
-        assert [x.shape for x in tree_leaves(state)] == kept and all(shape[0] == 2 for shape in kept)
+        assert [x.shape for x in tree_leaves(state)] == shapes
         if at >= shape[0]:
             break
     close(torch.cat(outputs, 1), m(x, causal=True), 1e-9)
