@@ -18,8 +18,12 @@ WINDOWS = {
     "forgets": {"forget": HEADS},
     "tokens": {"window": 20, "forget": HEADS},  # in chunks
 }
+SLOW = ("tokens", "reference")
 FORMS = ("global", "causal", *WINDOWS)
-forms = pytest.mark.parametrize("form", FORMS)
+# what the reference does of windows, test_frames.py shows
+runs = pytest.mark.parametrize(
+    "form, impl", [(form, impl) for form in FORMS for impl in ("torch", "reference") if (form, impl) != SLOW]
+)
 impls = pytest.mark.parametrize("impl", ["torch", "reference"])
 
 
@@ -57,8 +61,7 @@ def masks(length):
         yield torch.stack([keep, torch.ones(length, dtype=torch.bool)])
 
 
-@forms
-@impls
+@runs
 @pytest.mark.parametrize("which", range(4))
 def test_padding_counts_nothing(dense, close, close_grads, form, impl, which):
     mask, inputs = list(masks(TOKENS))[which], plain()
@@ -71,8 +74,7 @@ def test_padding_counts_nothing(dense, close, close_grads, form, impl, which):
     close_grads(actual[:, keep], expected[:, keep], inputs, 1e-9)
 
 
-@forms
-@impls
+@runs
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e38])
 @pytest.mark.parametrize("turned", [False, True], ids=["plain", "position"])
 def test_what_lies_in_the_padding_cannot_leak(form, impl, junk, turned):
@@ -89,8 +91,7 @@ def test_what_lies_in_the_padding_cannot_leak(form, impl, junk, turned):
     assert not any(x.masked_select(hidden).any() for x in results[1][5:7])
 
 
-@forms
-@impls
+@runs
 def test_a_sample_of_padding_only_gives_zeros_and_finite_gradients(form, impl):
     mask = torch.ones(2, TOKENS, dtype=torch.bool)
     mask[0] = False
@@ -115,8 +116,7 @@ def test_masks_and_states_together(dense, close, close_grads, length):
     close_grads(actual, expected, inputs, 1e-9)
 
 
-@forms
-@impls
+@runs
 @pytest.mark.parametrize("name", LOGITS)
 def test_extreme_logits_in_float32(dense, close_grads, form, impl, name):
     """maths.md 5.5b: the pair (max, sum) keeps float32's precision; a rounded max + log(sum) is off by 3e-4 at 5000,
@@ -136,8 +136,7 @@ def test_extreme_logits_in_float32(dense, close_grads, form, impl, name):
     close_grads(out, expected, leaves, 1e-5 + moved, other=exact)  # that of an angle has coordinates up to 69
 
 
-@forms
-@impls
+@runs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs(form, impl, dtype):
     """Everything between input and output is float32, autocast or not, so the error is that of one rounding of the
@@ -160,8 +159,7 @@ def test_states_of_low_precision_inputs_are_float32():
         assert all(x.dtype == torch.float32 for x in state)
 
 
-@forms
-@impls
+@runs
 def test_autocast_does_not_touch_float32_inputs(form, impl):
     inputs = plain(dtype=torch.float32)
     expected = run(form, *inputs, impl=impl)[0]
