@@ -4,22 +4,12 @@ import pytest
 import torch
 from torch.autograd import grad
 
-import ndlightnet.ops as ops
-from ndlightnet.ops import (
-    Position,
-    State,
-    attention_step,
-    causal_attention,
-    global_attention,
-    read,
-    summarize,
-    supported,
-)
+from ndlightnet import ops
 
 from .kernel_cases import DEVICE, Case, Problem
 from .yardstick import Poison
 
-FORMS = {"global": global_attention, "causal": lambda *args, **options: causal_attention(*args, **options)[0]}
+FORMS = {"global": ops.global_attention, "causal": lambda *args, **options: ops.causal_attention(*args, **options)[0]}
 forms = pytest.mark.parametrize("form", FORMS)
 
 
@@ -39,10 +29,10 @@ def test_a_sample_of_padding_only_is_zero(form, kind):
     assert not out[0].any() and out[1].any(-1).all()
     for x in grads:
         assert x.isfinite().all() and not x[0].any() and x[1].any()
-    state = summarize(*inputs[1:], **options)
+    state = ops.summarize(*inputs[1:], **options)
     assert (state.max[0] == -torch.inf).all()
     assert not state.sum[0].any() and not state.memory[0].any()
-    assert not read(inputs[0], state, position=options["position"], impl="triton")[0].any()
+    assert not ops.read(inputs[0], state, position=options["position"], impl="triton")[0].any()
 
 
 @pytest.mark.slow
@@ -101,12 +91,12 @@ def test_layouts_of_a_state_change_nothing():
     q, k, v = (problem.leaves[name] for name in "qkv")
     state = problem.state()
     first = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in state[:2])
-    turned = State(*first, state.memory.mT.contiguous().mT)
+    turned = ops.State(*first, state.memory.mT.contiguous().mT)
     assert not any(x.is_contiguous() for x in turned)
     for how in (
-        lambda s: (read(q, s, impl="triton"),),
-        lambda s: flat(causal_attention(q, k, v, state=s, impl="triton")),
-        lambda s: flat(attention_step(q[:, 0], k[:, 0], v[:, 0], s, impl="triton")),
+        lambda s: (ops.read(q, s, impl="triton"),),
+        lambda s: flat(ops.causal_attention(q, k, v, state=s, impl="triton")),
+        lambda s: flat(ops.attention_step(q[:, 0], k[:, 0], v[:, 0], s, impl="triton")),
     ):
         for a, b in zip(how(turned), how(state), strict=True):
             assert torch.equal(a, b)
@@ -117,22 +107,10 @@ def flat(result):
     return (out, *state)
 
 
-@forms
-def test_no_tokens(form):
-    (q, k, v), options = sample(Case((0,), 5, 3))
-    assert FORMS[form](q, k, v, **options).shape == v.shape
-    empty = summarize(k, v, impl="triton")
-    assert (empty.max == -torch.inf).all() and not empty.sum.any() and not empty.memory.any()
-    state = Problem.random(Case((1,), 5, 3, past=True)).state()
-    out, after = causal_attention(q, k, v, state=state, impl="triton")
-    assert out.shape == read(q, state, impl="triton").shape == v.shape
-    assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
-
-
 def unsupported():
     """Operation, tensors, lrpe, and the word that says why not."""
     x, wide = torch.randn(2, 9, 2, 16, device=DEVICE), torch.randn(2, 9, 2, 300, device=DEVICE)
-    rotary = Position(torch.ones(1, 8, device=DEVICE), (9,), "rotary")
+    rotary = ops.Position(torch.ones(1, 8, device=DEVICE), (9,), "rotary")
     for name in ("summarize", "read", "global_attention", "causal_attention", "attention_step"):
         yield name, (x.double(), x.double()), None, "float64"
         yield name, (wide, x), None, "300"
@@ -149,22 +127,22 @@ def call(name, k, v, lrpe=None, impl="triton"):
     """A function of ndlightnet.ops with k as its queries."""
     options = {"position": lrpe, "impl": impl}
     dtype = torch.promote_types(k.dtype, torch.float32)
-    empty = State.empty(2, 2, k.shape[-1], v.shape[-1], lrpe is not None, device=DEVICE, dtype=dtype)
+    empty = ops.State.empty(2, 2, k.shape[-1], v.shape[-1], lrpe is not None, device=DEVICE, dtype=dtype)
     if name == "summarize":
-        return summarize(k, v, **options)
+        return ops.summarize(k, v, **options)
     if name == "read":
-        return read(k, empty, **options)
+        return ops.read(k, empty, **options)
     if name == "attention_step":
         if lrpe is not None:
             options["position"] = lrpe._replace(layout=(1,))
-        return attention_step(k[:, 0], k[:, 0], v[:, 0], empty, **options)
+        return ops.attention_step(k[:, 0], k[:, 0], v[:, 0], empty, **options)
     return getattr(ops, name)(k, k, v, **options)
 
 
 def test_a_wish_is_refused_with_the_reason():
     """Never replaced by another implementation; `supported` says the same."""
     for name, (k, v), lrpe, why in unsupported():
-        support = supported(name, k, None if name == "read" else v, position=lrpe)
+        support = ops.supported(name, k, None if name == "read" else v, position=lrpe)
         assert not support and why in support.reason, (name, why)
         with pytest.raises(ValueError, match=rf"triton.*{why}"):
             call(name, k, v, lrpe)
@@ -177,11 +155,11 @@ def test_what_is_supported():
     x = torch.randn(2, 9, 2, 16, device=DEVICE)
     for name in ("summarize", "read", "global_attention", "causal_attention", "attention_step"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            assert supported(name, x.to(dtype), x.to(dtype)) and not supported(name, x).reason
-        reason = supported(name, x.to("meta"), x.to("meta")).reason
+            assert ops.supported(name, x.to(dtype), x.to(dtype)) and not ops.supported(name, x).reason
+        reason = ops.supported(name, x.to("meta"), x.to("meta")).reason
         assert "meta" in reason and "cuda" in reason
     with pytest.raises(ValueError, match="attention"):
-        supported("attention", x)
+        ops.supported("attention", x)
 
 
 @forms
@@ -217,19 +195,19 @@ def test_a_step_goes_by_kernel_only_where_nothing_needs_a_gradient():
     theta = torch.rand(2, 8, device=DEVICE)
     for learnt in (q, k, v, total, memory, theta):
         learnt.requires_grad_()
-        state = State(torch.zeros_like(total), total, memory)
-        place = Position(theta, (1,), offset=(2,))
-        support = supported("attention_step", k, v, q, *state, position=place)
+        state = ops.State(torch.zeros_like(total), total, memory)
+        place = ops.Position(theta, (1,), offset=(2,))
+        support = ops.supported("attention_step", k, v, q, *state, position=place)
         assert not support and "gradient" in support.reason
         with pytest.raises(ValueError, match=r"triton.*gradient"):
-            attention_step(q, k, v, state, position=place, impl="triton")
-        out, after = attention_step(q, k, v, state, position=place)
+            ops.attention_step(q, k, v, state, position=place, impl="triton")
+        out, after = ops.attention_step(q, k, v, state, position=place)
         assert grad(out.sum() + after.memory.sum(), learnt)[0].any()
         with torch.no_grad():
-            assert supported("attention_step", k, v, q, *state, position=place)
-            out, _ = attention_step(q, k, v, state, position=place, impl="triton")
+            assert ops.supported("attention_step", k, v, q, *state, position=place)
+            out, _ = ops.attention_step(q, k, v, state, position=place, impl="triton")
         learnt.requires_grad_(False)
-        assert not out.requires_grad and supported("attention_step", k, v, q, *state, position=place)
+        assert not out.requires_grad and ops.supported("attention_step", k, v, q, *state, position=place)
 
 
 @pytest.mark.parametrize("kind", ["cosine", None])
@@ -238,14 +216,14 @@ def test_a_step_with_a_logit_of_minus_infinity(close, kind):
     q, k, v = (torch.randn(1, 3, 1, 4, device=DEVICE) for _ in "qkv")
     k[0, 0, 0, 0] = k[0, 1, 0, :2] = -torch.inf
     theta = torch.rand(1, 4, device=DEVICE)
-    state = State.empty(1, 1, 4, 4, kind is not None, device=DEVICE)
+    state = ops.State.empty(1, 1, 4, 4, kind is not None, device=DEVICE)
     for t in range(3):
-        place = kind and Position(theta, (1,), kind, offset=(t,))
+        place = kind and ops.Position(theta, (1,), kind, offset=(t,))
         token = (x[:, t] for x in (q, k, v))
-        out, state = attention_step(*token, state, position=place, impl="triton")
+        out, state = ops.attention_step(*token, state, position=place, impl="triton")
         now = [x[:, : t + 1] for x in (q, k, v)]
-        place = kind and Position(theta, (t + 1,), kind)
-        expected, after = causal_attention(*now, position=place, impl="torch")
+        place = kind and ops.Position(theta, (t + 1,), kind)
+        expected, after = ops.causal_attention(*now, position=place, impl="torch")
         close(out, expected[:, -1], 1e-5)
         close(state.sum * state.max.exp(), after.sum * after.max.exp(), 1e-5)
         assert torch.equal(state.max == -torch.inf, after.max == -torch.inf)

@@ -5,20 +5,8 @@ import pytest
 import torch
 from torch.autograd import grad
 
+from ndlightnet import ops
 from ndlightnet.layout import Ragged
-from ndlightnet.ops import (
-    Position,
-    State,
-    attention_step,
-    axis_causal_attention,
-    axis_scan,
-    causal_attention,
-    global_attention,
-    instance_norm_silu,
-    norm_gate,
-    read,
-    summarize,
-)
 
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 from .kernel_cases import DEVICE
@@ -43,30 +31,30 @@ def results(size, kind, impl):
     q, k, v = draw(batch, n, heads, dim), draw(batch, n, heads, dim), draw(batch, n, heads, wide)
     rows = dim if kind is None else 2 * dim
     total, memory = draw(batch, heads, dim), draw(batch, heads, rows, wide)
-    state = State(torch.full_like(total, -torch.inf), total, memory)
+    state = ops.State(torch.full_like(total, -torch.inf), total, memory)
     theta = draw(max(1, heads), dim if kind == "cosine" else dim // 2)
     mask = torch.ones(batch, n, dtype=torch.bool, device=DEVICE)
 
     def place(*shape, start=None):
-        return None if kind is None else Position(theta, shape, kind, offset=start)
+        return None if kind is None else ops.Position(theta, shape, kind, offset=start)
 
     how = {"position": place(n, start=(3,)), "impl": impl}
-    yield "global", [global_attention(q, k, v, mask=mask, **how)]
-    yield "summarize", summarize(k, v, **how)
-    yield "read", [read(q, state, **how)]
+    yield "global", [ops.global_attention(q, k, v, mask=mask, **how)]
+    yield "summarize", ops.summarize(k, v, **how)
+    yield "read", [ops.read(q, state, **how)]
     if kind != "rotary":
         for name, before in (("causal", None), ("from a State", state)):
-            out, after = causal_attention(q, k, v, mask=mask, state=before, **how)
+            out, after = ops.causal_attention(q, k, v, mask=mask, state=before, **how)
             yield name, [out, *after]
         frames = {"impl": impl, "position": place(4 if n else 0, 2), "forget": 0.1}
-        for window, past in ((None, state), (3, State(*(x[:, None].expand(-1, 2, *x.shape[1:]) for x in state)))):
+        for window, past in ((None, state), (3, ops.State(*(x[:, None].expand(-1, 2, *x.shape[1:]) for x in state)))):
             for before in (None, past):
-                out, after = axis_causal_attention(q, k, v, 4, mask=mask, window=window, state=before, **frames)
+                out, after = ops.axis_causal_attention(q, k, v, 4, mask=mask, window=window, state=before, **frames)
                 yield f"frames {window} {before is None}", [out, *after]
         if n:
             token = [x[:, 0].detach() for x in (q, k, v)]
             with torch.no_grad():
-                out, after = attention_step(*token, state, position=place(1, start=(3,)), impl=impl)
+                out, after = ops.attention_step(*token, state, position=place(1, start=(3,)), impl=impl)
             yield "step", [out, *after]
     if batch == 2:
         flat, keep = [x.flatten(0, 1) for x in (q, k, v)], mask.flatten()
@@ -97,15 +85,15 @@ def test_position_and_gate(shape):
     axes, dim = len(shape) - 2, shape[-1]
     coef = torch.zeros(axes, dim, 4, device=DEVICE).requires_grad_()
     decay = torch.full((axes, 4), -1.0, device=DEVICE).requires_grad_()
-    y = axis_scan(x, coef, decay, (coef, decay), residual=True, impl="triton")
+    y = ops.axis_scan(x, coef, decay, (coef, decay), residual=True, impl="triton")
     weight, bias = torch.ones(dim, device=DEVICE), torch.zeros(dim, device=DEVICE)
-    z = norm_gate(x, x, weight, bias, impl="triton")
+    z = ops.norm_gate(x, x, weight, bias, impl="triton")
     assert y.shape == z.shape == shape
     for g in grad(y.sum() + z.sum(), (x,)):
         assert g.shape == shape
     if shape[0] == 0:
         ones = torch.ones(shape[1], device=DEVICE)
-        assert instance_norm_silu(x, ones, ones, x, impl="triton").shape == shape
+        assert ops.instance_norm_silu(x, ones, ones, x, impl="triton").shape == shape
     flat = x.flatten(0, -2)
     if len(flat) == 0:
         layout = Ragged([(0,) * axes])

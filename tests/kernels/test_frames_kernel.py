@@ -14,6 +14,7 @@ from .kernel_cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
 from .yardstick import Poison, check, ours
 
 WHOLE = Case((64, 32, 32), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
+GRID = Case((9, 7, 5), 24, 40, "cosine", "holes", start=(5, (3, 99), 1), forget=0.2)
 MANY = Case((512, 16), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
 
 
@@ -31,18 +32,7 @@ MANY = Case((512, 16), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
         Case((2, 70), 5, 3, mask="late", logits="wide", batch=1, heads=1),
         *on_gpu(
             *(
-                Case(
-                    (9, 7, 5),
-                    24,
-                    40,
-                    "cosine",
-                    "holes",
-                    dtype,
-                    start=(5, (3, 99), 1),
-                    past=window != 1,
-                    window=window,
-                    forget=0.2,
-                )
+                GRID._replace(dtype=dtype, window=window, past=window != 1)
                 for dtype in (HALF, BRAIN, torch.float32)
                 for window in (None, 1, 2, 4, 30)
             )

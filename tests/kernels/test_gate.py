@@ -7,7 +7,7 @@ from torch.nn.functional import layer_norm, silu
 from ndlightnet_kernels import gate
 
 from .kernel_cases import DEVICE, DTYPES
-from .yardstick import compare_with_torch, largest
+from .yardstick import compare_with_torch, largest, with_gradients
 
 SHAPES = [(1, 5), (3, 24), (2, 7, 100), (41, 64), (1, 384)]
 EPS = 1e-6
@@ -29,12 +29,6 @@ def ours_norm(pull, y, u, weight, bias, local=None):
     *grads, dlocal = gate.norm_gate_backward(pull, y, u, weight, bias, local, *saved)
     assert (dlocal is None) == (local is None)
     return out, *grads, *([] if local is None else [dlocal])
-
-
-def with_gradients(function, pull, *inputs):
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    out = function(*inputs)
-    return out.detach(), *torch.autograd.grad(out, inputs, pull.to(out.dtype))
 
 
 def compare(ours, function, pull, *inputs):

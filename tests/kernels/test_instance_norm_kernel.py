@@ -1,5 +1,7 @@
 """Instance norm, residual and SiLU in one kernel, against float64, beside torch in the inputs' own precision."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -12,7 +14,7 @@ from ndlightnet.parallel import Exchange, Slab
 from ndlightnet_kernels import instance_norm as kernels
 
 from .kernel_cases import DEVICE, DTYPES
-from .yardstick import compare_with_torch, largest
+from .yardstick import check_operator, largest, with_gradients
 
 SHAPES = [(2, 3, 5), (1, 2, 7, 19), (2, 3, 4, 5, 6), (1, 2, 3, 2, 3, 2)]
 NAMES = ("out", "dx", "dweight", "dbias", "dresidual")
@@ -31,17 +33,13 @@ class Twice(Exchange):
 
 
 def result(impl, pull, *inputs):
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    y = instance_norm_silu(*inputs, impl=impl)
-    return y.detach(), *torch.autograd.grad(y, inputs, pull.to(y.dtype))
+    return with_gradients(partial(instance_norm_silu, impl=impl), pull, *inputs)
 
 
 def check(pull, *inputs):
-    actual, low = (result(impl, pull, *inputs) for impl in ("triton", "torch"))
-    exact = result("torch", pull.double(), *(x.double() for x in inputs))
     x, weight, bias, *residual = (x.double() for x in inputs)
     y = torch.group_norm(x, x.shape[1], weight, bias)  # SiLU gets it, and the residual
-    compare_with_torch(NAMES, actual, low, exact, largest(sum(residual, y)))
+    check_operator(NAMES, instance_norm_silu, pull, *inputs, exponent=largest(sum(residual, y)))
 
 
 def random(shape, dtype, *, residual=True):

@@ -7,15 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ndlightnet.ops import (
-    Position,
-    State,
-    attention_step,
-    axis_causal_attention,
-    causal_attention,
-    global_attention,
-    summarize,
-)
+from ndlightnet import ops
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.tiles import angle_arguments
@@ -150,11 +142,11 @@ def test_gradients_of_angles_far_out_are_those_at_the_origin(form, dtype):
     for start in ((0, 0), (torch.tensor([2**30, 7]), 10**9)):
         theta = (torch.arange(1, 9, device=DEVICE) / 8)[None].requires_grad_()
         if form == "frames":
-            place = Position(theta, (2, 3), offset=start)
-            out = axis_causal_attention(q, k, v, 2, position=place, impl="triton")[0]
+            place = ops.Position(theta, (2, 3), offset=start)
+            out = ops.axis_causal_attention(q, k, v, 2, position=place, impl="triton")[0]
         else:
-            place = Position(theta, (6, 1), offset=start)
-            attend = causal_attention if form == "causal" else global_attention
+            place = ops.Position(theta, (6, 1), offset=start)
+            attend = ops.causal_attention if form == "causal" else ops.global_attention
             out = attend(q, k, v, position=place, impl="triton")
             out = out[0] if form == "causal" else out
         found.append((out, torch.autograd.grad(out, theta, pull)[0]))
@@ -169,17 +161,17 @@ def test_a_prefill_far_out_and_its_steps_agree(close):
     q, k, v = (torch.randn(1, 6, 1, 16, device=DEVICE).to(BRAIN) for _ in range(3))
     theta = (torch.arange(1, 17, device=DEVICE) / 5)[None]
     for start in (5 * 10**7, 2**30 + 1):
-        state = State.empty(1, 1, 16, 16, True, device=DEVICE)
+        state = ops.State.empty(1, 1, 16, 16, True, device=DEVICE)
         outs = []
         for t in range(6):
-            place = Position(theta, (1,), offset=(start + t,))
+            place = ops.Position(theta, (1,), offset=(start + t,))
             token = (x[:, t] for x in (q, k, v))
-            out, state = attention_step(*token, state, position=place, impl="triton")
+            out, state = ops.attention_step(*token, state, position=place, impl="triton")
             outs.append(out)
-        place = Position(theta, (6,), offset=(start,))
-        whole, after = causal_attention(q, k, v, position=place, impl="triton")
-        source = summarize(k, v, position=place, impl="triton")
-        exact = summarize(k.double(), v.double(), position=place)
+        place = ops.Position(theta, (6,), offset=(start,))
+        whole, after = ops.causal_attention(q, k, v, position=place, impl="triton")
+        source = ops.summarize(k, v, position=place, impl="triton")
+        exact = ops.summarize(k.double(), v.double(), position=place)
         for one in (state, after, source):  # keys and features are rounded to 16 bits
             scale = (one.max.double() - exact.max).exp()
             scale = torch.cat([scale, scale], -1)[..., None]

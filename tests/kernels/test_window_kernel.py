@@ -37,9 +37,9 @@ def test_values_and_gradients(case):
         LINE._replace(shape=(66,), window=32, forget=4.0),
         LINE._replace(shape=(40,), window=12, past=True),
         LINE._replace(shape=(8,), window=12, past=True),  # fewer tokens than a State has
-        LINE._replace(shape=(100,), window=99, dtype=BRAIN, mask="late"),
+        LINE._replace(shape=(71,), window=69, dtype=BRAIN, mask="late"),
         *(LINE._replace(shape=(40,), window=9, logits=n) for n in ("wide", "up", "jumps", "holes")),
-        LINE._replace(shape=(100,), window=50, kind="cosine", logits="wide", dtype=BRAIN, forget=0.5),
+        LINE._replace(shape=(75,), window=50, kind="cosine", logits="wide", dtype=BRAIN, forget=0.5),
         # a last chunk that only part of the careful form's chunks reach
         LINE._replace(kind="cosine", dtype=BRAIN, logits="up", window=9),
         *on_gpu(

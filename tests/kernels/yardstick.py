@@ -5,22 +5,13 @@ the worst place, plus a band: see `judge`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ndlightnet.ops import (
-    Position,
-    State,
-    attention_step,
-    axis_causal_attention,
-    causal_attention,
-    global_attention,
-    merge,
-    read,
-    summarize,
-)
+from ndlightnet import ops
 
 from .kernel_cases import Case, Problem, corner
 from .low_precision import Plain, ages, kept
@@ -48,21 +39,23 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
     c, place, mask, state = problem.case, problem.place(), problem.mask, problem.state()
     q, k, v = (problem.leaves.get(name) for name in "qkv")
     if form == "read":
-        return {"out": read(q, state, position=place, impl=impl)}
+        return {"out": ops.read(q, state, position=place, impl=impl)}
     if form == "state":
-        return summarize(k, v, mask=mask, position=place, impl=impl)._asdict()
+        return ops.summarize(k, v, mask=mask, position=place, impl=impl)._asdict()
     if form == "global":
-        return {"out": global_attention(q, k, v, mask=mask, position=place, impl=impl)}
+        return {"out": ops.global_attention(q, k, v, mask=mask, position=place, impl=impl)}
     if form == "cross":
-        state = summarize(k, v, mask=mask, position=place, impl=impl)
-        there = None if place is None else Position(place.theta, c.target, c.kind)
-        return {"out": read(q, state, position=there, impl=impl)}
+        state = ops.summarize(k, v, mask=mask, position=place, impl=impl)
+        there = None if place is None else ops.Position(place.theta, c.target, c.kind)
+        return {"out": ops.read(q, state, position=there, impl=impl)}
     if form == "causal":
-        out, state = causal_attention(q, k, v, mask=mask, position=place, state=state, forget=problem.fade(), impl=impl)
+        out, state = ops.causal_attention(
+            q, k, v, mask=mask, position=place, state=state, forget=problem.fade(), impl=impl
+        )
         return {"out": out, **state._asdict()}
     if form == "frames":
         past = {"state": state, "window": c.window, "forget": problem.fade()}
-        out, state = axis_causal_attention(q, k, v, c.shape[0], mask=mask, position=place, impl=impl, **past)
+        out, state = ops.axis_causal_attention(q, k, v, c.shape[0], mask=mask, position=place, impl=impl, **past)
         return {"out": out} if c.window == 1 else {"out": out, **state._asdict()}
 
     # parts of one axis: views, at other addresses and strides
@@ -70,19 +63,19 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
     out = []
     for i, j in pairwise(cuts):
         first = i if place is None or place.offset is None else i + place.offset[0]
-        there = None if place is None else Position(place.theta, (j - i,), c.kind, offset=(first,))
+        there = None if place is None else ops.Position(place.theta, (j - i,), c.kind, offset=(first,))
         x, y, keep = k[:, i:j], v[:, i:j], None if mask is None else mask[:, i:j]
         if form == "merged":
-            part = summarize(x, y, mask=keep, position=there, impl=impl)
-            state = part if state is None else merge(state, part)
+            part = ops.summarize(x, y, mask=keep, position=there, impl=impl)
+            state = part if state is None else ops.merge(state, part)
         elif form == "segments":
             options = {"mask": keep, "position": there, "forget": problem.fade(), "impl": impl}
-            now, state = causal_attention(q[:, i:j], x, y, state=state, **options)
+            now, state = ops.causal_attention(q[:, i:j], x, y, state=state, **options)
             out.append(now)
         else:
             if state is None:
-                state = State.empty(c.batch, c.heads, c.dim, c.value_dim, place is not None, device=k.device)
-            now, state = attention_step(q[:, i], x[:, 0], y[:, 0], state, position=there, impl=impl)
+                state = ops.State.empty(c.batch, c.heads, c.dim, c.value_dim, place is not None, device=k.device)
+            now, state = ops.attention_step(q[:, i], x[:, 0], y[:, 0], state, position=there, impl=impl)
             out.append(now[:, None])
     outputs = {"out": torch.cat(out, 1)} if out else {}
     return outputs | state._asdict()
@@ -210,6 +203,24 @@ def compare_with_torch(
         rounding = steps * torch.finfo(a.dtype).eps * largest(c)
         error, allowed = largest(a - c), largest(b - c)
         assert error <= 2 * allowed + rounding, f"{name}: {error:.2e}, torch {allowed:.2e}"
+
+
+def with_gradients(function: Callable[..., Tensor], pull: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return function(*inputs), and the gradients of the inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, pull.to(y.dtype))
+
+
+def check_operator(
+    names: Iterable[str], operator: Callable[..., Tensor], pull: Tensor, *inputs: Tensor, exponent: float = 0
+) -> None:
+    """Compare the kernels of operator(*inputs, impl=impl) with torch, by values and gradients."""
+
+    def results(impl: str, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        return with_gradients(partial(operator, impl=impl), *(x.to(dtype or x.dtype) for x in (pull, *inputs)))
+
+    compare_with_torch(names, results("triton"), results("torch"), results("torch", torch.float64), exponent)
 
 
 def single(outputs: Results) -> Results:

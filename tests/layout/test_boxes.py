@@ -8,8 +8,8 @@ import torch
 from ndlightnet import NDLightNet
 from ndlightnet.layout import Boxed, Boxes, Grid, cut_patches, draw_boxes
 from ndlightnet.nn.mixers import GLA, Identity, LightNetAttention, SoftmaxAttention, WithLocal
-from ndlightnet.ops import Position, global_attention, read, summarize
-from ndlightnet.ops.lightnet.state import State, merge
+from ndlightnet.ops import Position, global_attention
+from ndlightnet.ops.lightnet.state import State
 
 # patch, box, boxes along each axis
 SHAPES = {
@@ -99,38 +99,6 @@ def test_wrong_sizes():
         draw_boxes(torch.randn(1, 1, 4, 2), (2, 2), 0, 0.5)
 
 
-def joined(states, count):
-    """The State of each sample, which all its rows have."""
-    merged = Boxes((5,), None, count).merge(states)
-    rows = [State(*(x[first::count] for x in merged)) for first in range(count)]
-    assert all(torch.equal(x, y) for one in rows for x, y in zip(one, rows[0], strict=True))
-    return rows[0]
-
-
-def test_states_merge_as_two_by_two():
-    torch.manual_seed(0)
-    k = torch.randn(6, 5, 2, 4, dtype=torch.float64, requires_grad=True)
-    v = torch.randn(6, 5, 2, 3, dtype=torch.float64, requires_grad=True)
-    states = summarize(30 * k, v)
-    actual = joined(states, 3)
-    for row in range(2):
-        first, second, third = (type(states)(*(x[3 * row + n, None] for x in states)) for n in range(3))
-        expected = merge(merge(first, second), third)
-        for a, b in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a[row, None], b)
-    q = torch.randn(1, 2, 2, 4, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda k, v: read(q, joined(summarize(k, v), 3)), (k[:3], v[:3]))
-
-
-def test_rows_without_tokens_merge():
-    k, v = torch.randn(4, 3, 2, 4), torch.randn(4, 3, 2, 4)
-    mask = torch.tensor([True, False, False, False])[:, None].expand(4, 3)
-    actual = joined(summarize(k, v, mask=mask), 2)
-    alone = summarize(k[:1], v[:1])
-    torch.testing.assert_close(actual.memory[0], alone.memory[0])
-    assert (actual.memory[1] == 0).all() and (actual.max[1] == -torch.inf).all()
-
-
 @pytest.mark.parametrize("tokens, merged", [(3, False), (7, False), (8, True), (40, True)])
 def test_both_ways_to_join_boxes_agree(tokens, merged, monkeypatch):
     """States of boxes of as many tokens as they have rows (8) are merged, tokens of smaller ones
@@ -215,14 +183,6 @@ def test_what_a_network_does_not_do_with_boxes():
             other.forward_features(kept)
     with pytest.raises(ValueError, match="expected whole samples in a causal form"):
         LightNetAttention(24)(torch.randn(4, 6, 24), layout=Boxes((2, 3), (0, 0), 2), causal=True)
-
-
-def test_every_parameter_of_the_encoder_trains():
-    model, x = network(3, num_classes=0), cells(3)
-    features = model.forward_features(draw_boxes(x, *SHAPES[3][:2], 0.5))
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    grads = torch.autograd.grad(features.square().sum(), parameters)
-    assert all(g.isfinite().all() and g.any() for g in grads), names
 
 
 @pytest.mark.parametrize("mixer", [SoftmaxAttention, GLA])

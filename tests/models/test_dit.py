@@ -122,20 +122,6 @@ def test_any_mixer(mixer):
     assert type(NDLightDiT(**net.config).blocks[1].mixer) is type(net.blocks[1].mixer)
 
 
-def test_gradient_checkpointing_changes_no_gradient(close):
-    net = trained(2, 1, 3).train()
-    net.class_dropout = 0.0
-    x, y = torch.randn(2, 1, 4, 4), torch.tensor([0, 2])
-    grads = []
-    for enable in (False, True):
-        net.set_grad_checkpointing(enable)
-        net.zero_grad()
-        net(x, 7.0, y).square().sum().backward()
-        grads.append([p.grad.clone() for p in net.parameters()])
-    for pair in zip(*grads, strict=True):
-        close(*pair, 1e-5)
-
-
 def test_the_residual_stream_stays_in_float32_under_autocast():
     net, dtypes = trained(2, 1, 3), []
     for module in (*net.blocks, net.blocks[0].norm1, net.blocks[1].norm2, net.norm):
@@ -151,19 +137,6 @@ def test_it_compiles_as_one_graph(close):
     net = trained(2, 1, 3, depth=1, mixer="Identity").train()
     x, t, y = torch.randn(2, 1, 5, 4), torch.tensor([3.0, 4.0]), torch.tensor([0, 2])
     net.class_dropout = 1.0
-    out = torch.compile(net, fullgraph=True, backend="aot_eager")(x, t, y)
+    out = torch.compile(net, fullgraph=True, backend="eager")(x, t, y)
     close(out, net.eval()(x, t), 1e-5)
     out.sum().backward()
-
-
-def test_saved_and_loaded(tmp_path):
-    pytest.importorskip("safetensors")
-    net = trained(3, 1, 4, patch_size=(1, 2, 2)).eval()
-    net.save_pretrained(tmp_path)
-    x, y = torch.randn(2, 1, 2, 5, 4), torch.tensor([1, 3])
-    loaded = NDLightDiT.from_pretrained(tmp_path)
-    assert torch.equal(loaded(x, 4.0, y), net(x, 4.0, y))
-    with pytest.warns(UserWarning, match="num_classes=2, saved with 4: the head is new"):
-        assert NDLightDiT.from_pretrained(tmp_path, num_classes=2).class_embed.num_embeddings == 3
-    with pytest.raises(ValueError, match=r"other shapes: embed\.proj\.weight"):
-        NDLightDiT.from_pretrained(tmp_path, in_chans=2)

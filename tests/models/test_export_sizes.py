@@ -43,8 +43,11 @@ def test_export_is_the_network_at_any_size(name):
         assert (actual - expected).abs().max() < BEYOND, (batch, space)
 
 
+EXHAUSTIVE = [pytest.param(size, marks=pytest.mark.exhaustive) for size in (Dim.AUTO, Dim.DYNAMIC(min=8, max=4096))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [Dim.AUTO, Dim.DYNAMIC(min=8, max=4096), 4 * Dim("n", max=1024)])
+@pytest.mark.parametrize("size", [4 * Dim("n", max=1024), *EXHAUSTIVE])
 def test_export_takes_what_the_docstring_says(size):
     model, x = cells(1).eval(), torch.randn(2, 2, 88)
     run = export(model, (x,), dynamic_shapes=({0: Dim.AUTO, 2: size},)).module()

@@ -9,9 +9,7 @@ from torch.autograd import grad
 
 from ndlightnet.data.series.hourly_series import simple_forecasts
 from ndlightnet.models.forecaster import Forecaster
-from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention
-from ndlightnet.nn.mixers.base import reads_context
 
 
 class Mean(nn.Module):
@@ -36,20 +34,6 @@ def tiny(label_length: int = 6, **options) -> Forecaster:
 
 def inputs(past: int = 10, horizon: int = 5, dtype=torch.float32):
     return torch.randn(2, past, 3, dtype=dtype), torch.rand(2, past + horizon, 4, dtype=dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("past, horizon", [(6, 1), (10, 5), (11, 40)])
-@pytest.mark.parametrize("mixer", [LightNetAttention, SoftmaxAttention])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_any_input_and_horizon(past, horizon, mixer, dtype):
-    """The times say how many steps are wanted; every parameter gets a gradient."""
-    net = tiny(mixer=mixer, decoder_depth=2).to(dtype)
-    y = net(*inputs(past, horizon, dtype))
-    assert y.shape == (2, horizon, 3) and y.dtype == dtype
-    parameters = dict(net.named_parameters())
-    for name, g in zip(parameters, grad(y.square().sum(), list(parameters.values())), strict=True):
-        assert g.isfinite().all() and g.any(), name
 
 
 @pytest.mark.parametrize("label", [0, 6, 10])
@@ -135,24 +119,6 @@ def test_dropout_only_in_training():
 
 
 @pytest.mark.slow
-def test_autocast_and_fullgraph(close):
+def test_it_compiles_as_one_graph(close):
     net, (values, times) = tiny().eval(), inputs()
-    y = net(values, times)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = net(values, times)
-    close(half, y, 0.05)  # 2^-8 a rounding, a dozen of them
-    close(torch.compile(net, fullgraph=True, backend="eager")(values, times), y, 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", mixers.__all__)
-def test_the_catalogue(name):
-    """On both sides; between them where a mixer has a cross form."""
-    mixer = getattr(mixers, name)
-    reads = reads_context(mixer)
-    net = Forecaster(3, 6, embed_dim=64, mixer=mixer, cross=mixer if reads else LightNetAttention)
-    y = net(*inputs())
-    assert y.shape == (2, 5, 3) and y.isfinite().all()
-    y.square().sum().backward()
-    kinds = [type(block.mixer) for block in (*net.encoder, *net.decoder)]
-    assert kinds == [mixer] * 3 and net.embed.weight.grad.isfinite().all()
+    close(torch.compile(net, fullgraph=True, backend="eager")(values, times), net(values, times), 1e-6)

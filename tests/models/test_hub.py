@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from ndlightnet import NDLightNet, NDLightUNet
+from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet
 from ndlightnet.models import Forecaster
 from ndlightnet.models.weights import load_weights
 from ndlightnet.nn import mixers
@@ -23,15 +24,20 @@ def image(**options) -> NDLightNet:
 
 
 def words(**options) -> NDLightNet:
-    return NDLightNet(1, vocab_size=9, causal=True, embed_dim=16, depth=1, **options)
+    return NDLightNet(1, vocab_size=9, causal=True, **{"embed_dim": 16, "depth": 1, **options})
 
 
+text = partial(words, embed_dim=64, depth=3, mixer=partial(mixers.text_mixer, window=3))
+dit = partial(NDLightDiT, 3, 1, 4, patch_size=(1, 2, 2), embed_dim=16, depth=1, tpe_states=4)
+unet = partial(NDLightUNet, 2, 3, 2, widths=(4, 8), depths=(0, 1), strides=[(1, 2)], mixer="TNL")
 NETS = {
     "image": (image, lambda: (torch.randn(2, 1, 7, 6),)),
     "words": (words, lambda: (torch.randint(9, (2, 11)),)),
-    "unet": (lambda: NDLightUNet(2, 1, 2, widths=(4, 8), depths=(0, 1)), lambda: (torch.randn(1, 1, 7, 6),)),
+    "text": (text, lambda: (torch.randint(9, (2, 11)),)),
+    "unet": (unet, lambda: (torch.randn(1, 3, 7, 6),)),
+    "diffusion": (dit, lambda: (torch.randn(2, 1, 2, 5, 4), torch.rand(2), torch.tensor([1, 3]))),
     "forecaster": (
-        lambda: Forecaster(2, 4, embed_dim=8, depth=1),
+        partial(Forecaster, 2, 4, embed_dim=8, depth=1, cross=mixers.SoftmaxAttention),
         lambda: (torch.randn(1, 6, 2), torch.randn(1, 8, 4)),
     ),
 }
@@ -75,6 +81,11 @@ def test_arguments_may_be_given(tmp_path):
     assert net.head.weight.shape == (7, 16) and net.blocks[1].drop_path.p == 0.5
     with pytest.warns(UserWarning, match=r"num_classes=0, saved with 3: the head is left out"):
         NDLightNet.from_pretrained(tmp_path, num_classes=0)
+    dit().save_pretrained(tmp_path / "dit")
+    with pytest.warns(UserWarning, match="num_classes=2, saved with 4: the head is new"):
+        assert NDLightDiT.from_pretrained(tmp_path / "dit", num_classes=2).class_embed.num_embeddings == 3
+    with pytest.raises(ValueError, match=r"other shapes: embed\.proj\.weight"):
+        NDLightDiT.from_pretrained(tmp_path / "dit", in_chans=2)
     with pytest.raises(ValueError, match="NDLightNet has no argument dropout; did you mean drop_rate"):
         NDLightNet.from_pretrained(tmp_path, dropout=0.5)
     with pytest.raises(ValueError) as caught:
@@ -100,10 +111,10 @@ def test_other_input_channels(tmp_path):
     for name in ("in_chans", "in_channels"):
         one = NDLightNet.from_pretrained(tmp_path, **{name: 1})
         torch.testing.assert_close(one(x), net(x.expand(1, 3, 6, 6)))
-    unet = NDLightUNet(2, 3, widths=(4, 8), depths=(0, 1)).eval()
-    unet.save_pretrained(tmp_path / "unet")
+    three = unet().eval()
+    three.save_pretrained(tmp_path / "unet")
     one = NDLightUNet.from_pretrained(tmp_path / "unet", in_chans=1)
-    torch.testing.assert_close(one(x), unet(x.expand(1, 3, 6, 6)))
+    torch.testing.assert_close(one(x), three(x.expand(1, 3, 6, 6)))
 
 
 def test_what_does_not_fit_is_named():

@@ -24,20 +24,11 @@ def tiny(dims, separable=None, **options):
 
 
 @every_kind
-def test_any_size_keeps_its_size_and_every_parameter_trains(dims, separable, close):
-    model = tiny(dims, separable)
-    shapes = tiny(dims, separable, device="meta")(torch.empty(2, 2, *[9] * dims, device="meta"))
-    assert shapes.is_meta and shapes.shape == (2, 3, *[9] * dims)
-    shapes.sum().backward()
+def test_any_size_keeps_its_size(dims, separable):
+    model = tiny(dims, separable).train()
     for space in ((1,) * dims, (2,) * dims, (1, 2, 3, 1, 2)[:dims], (8,) * dims, SPACES[dims]):
-        x = torch.randn(2, 2, *space)
-        y = model(x)
+        y = model(torch.randn(2, 2, *space))
         assert y.shape == (2, 3, *space) and y.isfinite().all()
-    close(model.eval()(x)[1:2], model(x[1:2]), 1e-4)  # samples do not see each other
-    model.train()
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    for name, g in zip(names, grad(y.square().sum(), parameters), strict=True):
-        assert g.isfinite().all() and g.any(), name
 
 
 @one_of_each
@@ -106,12 +97,11 @@ def test_separable_where_torch_has_no_convolution():
     assert causal.separable and causal.strides == [(1, 2, 2)] * 3  # along time every level has all frames
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dims, separable", [(2, False), pytest.param(4, True, marks=pytest.mark.exhaustive)])
-def test_compile_without_a_graph_break(dims, separable, close):
+@pytest.mark.exhaustive
+def test_compile_without_a_graph_break(close):
+    """On four axes; tests/doors compiles the others."""
     torch._dynamo.reset()
-    model = tiny(dims, separable, widths=(8, 16), depths=(0, 1), mixer="LightNetAttention" if separable else "Identity")
-    x = torch.randn(1, 2, *SPACES[dims])
+    model, x = tiny(4, widths=(8, 16), depths=(0, 1)), torch.randn(1, 2, *SPACES[4])
     y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
     close(y, model(x), 1e-4)
     y.square().sum().backward()
@@ -119,18 +109,13 @@ def test_compile_without_a_graph_break(dims, separable, close):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_bf16_autocast(causal, close):
-    """Features are bf16 throughout, losses and gradients finite; values within bf16's rounding
-    (2^-9) of some tens of layers, relative to outputs of order 1."""
-    model, x, dtypes = tiny(4, causal=causal), torch.randn(2, 2, *SPACES[4]), []
+def test_features_are_bf16_throughout_under_autocast(causal):
+    model, dtypes = tiny(4, causal=causal), []
     for module in model.convs:
         module.register_forward_hook(lambda _, __, y: dtypes.append(y.dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
-    assert y.dtype == torch.bfloat16 and {*dtypes} == {torch.bfloat16}
-    y.float().square().mean().backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-    close(y.float(), model(x), 30 * 2.0**-9)
+        dtypes.append(model(torch.randn(2, 2, *SPACES[4])).dtype)
+    assert {*dtypes} == {torch.bfloat16}
 
 
 # strides, the grids of the levels
@@ -227,17 +212,6 @@ def test_a_single_cell_trains(dims):
         sum(y.square().sum() for y in model(torch.randn(1, 2, *space))).backward()
         assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
         assert model.heads[0].bias.grad.any()
-
-
-@one_of_each
-def test_grad_checkpointing_changes_nothing(dims, separable, close):
-    """Also of widths that 8 does not divide."""
-    model, x = tiny(dims, separable, widths=(20, 44, 24)), torch.randn(2, 2, *SPACES[dims])
-    before = grad(model(x).square().sum(), list(model.parameters()))
-    model.set_grad_checkpointing()
-    assert model.convs[0][0].grad_checkpointing and model.stages[1].grad_checkpointing
-    for one, two in zip(before, grad(model(x).square().sum(), list(model.parameters())), strict=True):
-        close(two, one, 1e-5)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

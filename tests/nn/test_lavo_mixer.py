@@ -8,23 +8,9 @@ import torch
 
 from ndlightnet.nn.mixers.lavo import LAVO
 
-CASES = [  # grid, window
-    ((1,), "auto"),
-    ((3,), 5),
-    ((5,), 5),
-    ((23,), 5),
-    ((20,), 5),
-    ((40,), "auto"),
-    ((7,), 1),
-    ((6, 4), 2),
-    ((9, 3), (4, 2)),
-    ((5, 7), "auto"),
-    ((5, 2, 3), (2, 1, 2)),
-    ((4, 2, 1, 3), 2),
-    ((9,), None),
-    ((4, 3), None),
-]
-cases = pytest.mark.parametrize("shape, window", CASES, ids=str)
+from .mixer_cases import LAVO_WINDOWS
+
+cases = pytest.mark.parametrize("shape, window", LAVO_WINDOWS.items(), ids=str)
 both = pytest.mark.parametrize("causal", [False, True])
 small = partial(LAVO, heads=2)
 
@@ -106,20 +92,6 @@ def test_is_its_definition(close, shape, window, causal):
     close(m(x, mask=mask, causal=causal)[mask], definition(m, x, window, mask, causal)[mask], 1e-12)
 
 
-@pytest.mark.parametrize("sizes", [(1,), (2, 3, 1), (7, 0, 1), (100,)], ids=str)
-@cases
-def test_pieces_of_any_size_are_the_whole(close, shape, window, sizes):
-    m, x = layer(window), tokens(*shape)
-    state = m.init_state(2, space=shape[1:])
-    size, outputs, at, sizes = [s.shape for s in state], [], 0, itertools.cycle(sizes)
-    while at < shape[0]:
-        n = next(sizes)
-        y, state = m.advance(x[:, at : at + n], state, at)
-        outputs, at = [*outputs, y], at + n
-        assert [s.shape for s in state] == size and all(len(s) == 2 for s in state)
-    close(torch.cat(outputs, 1), m(x, causal=True), 1e-12)
-
-
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (2, 1, 0)])
 def test_axes_are_alike(close, order):
     """The non-causal form, with windows (and their biases) in the order of the axes."""
@@ -159,12 +131,6 @@ def test_cross_form_reads_the_mean_of_the_source(close, dim):
         close(alone(x), m(x, context=x), 1e-14)
     else:
         assert m.k_proj is None and not m.bias
-
-
-@pytest.mark.parametrize("window", [0, (2, 0), (), "none", 2.5])
-def test_wrong_windows(window):
-    with pytest.raises(ValueError, match=r"window="):
-        LAVO(64, window=window)
 
 
 def test_wrong_inputs():

@@ -8,9 +8,6 @@ import torch
 from ndlightnet import LightNetAttention, NDLightNet, ndlightnet_small
 from ndlightnet.nn.mixers import WithLocal
 
-GRIDS = ((7,), (4, 6), (3, 4, 5), (2, 3, 2, 4))
-
-
 FORMULAS = [
     (False, {}),
     (False, {"bias": True}),
@@ -36,35 +33,7 @@ def test_layer_is_its_formula(dense, close, causal, options):
     assert layer.gate[0].weight.shape == (6, 12)
 
 
-@pytest.mark.parametrize("shape", GRIDS, ids=str)
-@pytest.mark.parametrize("lrpe", ["cosine", "rotary", None])
-def test_cross_form_reads_a_source_on_another_grid(close, shape, lrpe):
-    layer = LightNetAttention(32, 2, context_dim=11, lrpe=lrpe)
-    x, source_shape = torch.randn(2, *shape, 32), tuple(n + 2 for n in shape)
-    context = torch.randn(2, *source_shape, 11)
-    y = layer(x, context=context)
-    assert y.shape == x.shape
-    mask = torch.rand(2, *source_shape) < 0.7
-    junk = torch.where(mask[..., None], context, 50.0)
-    masked = layer(x, context=context, mask=mask)
-    close(layer(x, context=junk, mask=mask), masked, 1e-5)
-    assert not torch.allclose(masked, y)
-    target = (0, *[0] * len(shape))
-    alone = layer(x[(slice(0, 1), *[slice(0, 1)] * len(shape))], context=context[:1])
-    close(alone.flatten(), y[target].flatten(), 1e-5)  # targets do not see each other
-
-
 REFUSED = {  # options of the layer, of its call: the message
-    "radius": ({"dims": 2, "radius": 0}, {}, r"radius=0: expected an int >= 1"),
-    "radius that is no int": ({"dims": 2, "radius": 1.5}, {}, r"radius=1.5: expected an int >= 1"),
-    "window": ({"window": 0}, {}, r"window=0: expected an int, 1 or more"),
-    "window of floats": ({"window": 1.5}, {}, r"window=1.5: expected an int, 1 or more"),
-    "forget": ({"forget": -1}, {}, r"forget=-1: expected a finite number"),
-    "infinite forget": ({"forget": float("inf")}, {}, r"forget=inf"),
-    "too few rates": ({"forget": (0.1,)}, {}, r"forget=\(0.1,\): .* or 2 of them"),
-    "rates that are not numbers": ({"forget": (0.1, float("nan"))}, {}, r"forget="),
-    "heads": ({"heads": 5}, {}, r"heads=5: expected a divisor of dim=32"),
-    "key_scale": ({"key_scale": 0.0}, {}, r"key_scale=0.0: expected"),
     "impl": ({"impl": "nonsense"}, {}, r"impl"),
     "causal and a context": ({}, {"causal": True, "context": torch.zeros(2, 9, 32)}, r"causal=True with a context"),
     "rotary and causal": ({"lrpe": "rotary"}, {"causal": True}, r"causal=True with lrpe='rotary'"),
@@ -81,39 +50,10 @@ def test_refusals_say_why(case):
         LightNetAttention(32, **{"heads": 2, **options})(torch.randn(2, 9, 32), **call)
 
 
-def test_a_rotary_layer_cannot_go_token_by_token():
-    layer = LightNetAttention(32, 2, lrpe="rotary")
-    with pytest.raises(ValueError, match=r"causal=True with lrpe='rotary'"):
-        layer.advance(torch.randn(2, 1, 32), layer.init_state(2), 0)
-
-
 def test_options():
     assert [LightNetAttention(d).heads for d in (32, 64, 128, 192, 384, 100)] == [1, 2, 4, 6, 12, 2]
     count = sum(p.numel() for p in LightNetAttention(128).parameters())
     assert count == 4 * 128**2 + 2 * 32 * 128 + 3 * 128
-
-
-def test_axes_permute_together_without_position(close):
-    layer, x = LightNetAttention(32, 2, lrpe=None), torch.randn(2, 2, 3, 4, 32)
-    close(layer(x.permute(0, 3, 1, 2, 4)), layer(x).permute(0, 3, 1, 2, 4), 1e-5)
-    p = torch.randperm(9)
-    line = torch.randn(2, 9, 32)
-    close(layer(line[:, p]), layer(line)[:, p], 1e-5)
-
-
-@pytest.mark.parametrize("lrpe", ["cosine", None])
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 1}, {"forget": 0.3}, {"forget": 1e12}], ids=str)
-@pytest.mark.parametrize("shape, chunk", [((70,), 1), ((70,), 9), ((5, 2, 3), 1), ((5, 2, 3), 2)])
-def test_in_chunks_it_is_the_causal_forward(close, lrpe, options, shape, chunk):
-    """From a State whose size stays; one token at a time by the form for it."""
-    layer, x = LightNetAttention(32, 2, lrpe=lrpe, **options), torch.randn(2, *shape, 32)
-    state, outputs, at = layer.init_state(2), [], 0
-    sizes = [x.shape for x in state]
-    for piece in x.split(chunk, 1):
-        y, state = layer.advance(piece, state, at)
-        outputs, at = [*outputs, y], at + piece.shape[1]
-    close(torch.cat(outputs, 1), layer(x, causal=True), 1e-5)
-    assert [x.shape for x in state] == sizes
 
 
 @pytest.mark.parametrize("cosine", [False, True])

@@ -1,50 +1,33 @@
 """What every mixer of the catalogue promises beyond shapes and masks: its forms agree, its
 gradients are right, it stands extreme inputs, autocast and torch.compile."""
 
-import inspect
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import grad, gradcheck
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 
 from ndlightnet.layout import Ragged
 from ndlightnet.nn import mixers
-from ndlightnet.nn.mixers.base import Mixer, reads_context
+from ndlightnet.nn.mixers.base import Mixer
 from ndlightnet.nn.mixers.recurrent import Recurrent
 
-CATALOGUE = mixers.__all__
+from .mixer_cases import CATALOGUE, CROSS, LAVO_WINDOWS, LOCAL, REMEMBERS, WINDOWS, build, having
+
 # mixers that see all tokens alike, wherever they are read; the others read them in an order
 WHOLE = {"Identity", "LightNetAttention", "SoftmaxAttention", "LinearAttention", "LrpeAttention"}
 every = pytest.mark.parametrize("name", CATALOGUE)
 grids = pytest.mark.parametrize("shape", [(70,), (4, 2, 3)], ids=str)
 
 
-def having(argument: str) -> list[str]:
-    def has(name: str) -> bool:
-        return argument in inspect.signature(getattr(mixers, name)).parameters
-
-    return [name for name in CATALOGUE if has(name)]
-
-
-CROSS = [name for name in CATALOGUE if reads_context(getattr(mixers, name))]
-REMEMBERS = [name for name in CATALOGUE if hasattr(getattr(mixers, name), "advance")]
-
-
-def build(name: str, dim: int = 16, **more) -> nn.Module:
-    """Two heads where there are heads."""
-    kind = getattr(mixers, name)
-    heads = {"heads": 2} if name in having("heads") else {}
-    return kind(dim, **heads, **more)
-
-
 def numbers(state) -> int:
-    return sum(torch.view_as_real(x).numel() if x.is_complex() else x.numel() for x in state)
+    return sum(x.numel() * (2 if x.is_complex() else 1) for x in tree_leaves(state))
 
 
-def wide(name: str) -> nn.Module:
+def wide(name: str) -> Mixer:
     """Two heads of 64, and a window that is wider than the grids: who sees whom is the same for all."""
     return getattr(mixers, name)(128, **({"window": 128} if name == "WindowAttention" else {}))
 
@@ -104,21 +87,37 @@ def test_a_mixer_of_16_bits_returns_16_bits(name):
         assert y.dtype == x.dtype and y.isfinite().all()
 
 
-@pytest.mark.parametrize("name", REMEMBERS)
-@pytest.mark.parametrize("shape", [(70,), (5, 2, 3)], ids=str)
-def test_pieces_hand_over_their_state(close, name, shape):
-    """At random splits and token by token, from a State whose size stays, which state_size says."""
-    m, x = build(name).double(), torch.randn(2, *shape, 16).double()
-    state = m.init_state(2, None, shape[1:])
-    size, outputs = numbers(state), []
-    cuts = sorted({0, 1, 2, shape[0], *torch.randint(1, shape[0], (4,)).tolist()})
-    for start, end in pairwise(cuts):
-        y, state = m.advance(x[:, start:end], state, start)
-        outputs.append(y)
-        assert numbers(state) == size and all(len(x) == 2 for x in state)
+LIGHTNETS = [{"window": 3}, {"window": 1, "forget": 0.3}, {"forget": 1e12, "lrpe": None}]
+STREAMS = [  # mixer, grid, options
+    *((name, shape, {}) for name in REMEMBERS for shape in ((70,), (5, 2, 3))),
+    *((name, shape, {}) for name in LOCAL if name.split()[0] in REMEMBERS for shape in ((20,), (7, 3))),
+    *(("LightNetAttention", shape, options) for shape in ((20,), (5, 2, 3)) for options in LIGHTNETS),
+    *(("LAVO", shape, {"window": window}) for shape, window in LAVO_WINDOWS.items()),
+    *(("WindowAttention", shape, {"window": window}) for shape, window in WINDOWS.items()),
+    *(("WindowAttention", shape, {"window": WINDOWS[shape], "rotary": True}) for shape in WINDOWS if len(shape) < 4),
+]
+
+
+@pytest.mark.parametrize("name, shape, options", STREAMS, ids=str)
+@pytest.mark.parametrize("sizes", [(1,), (2, 0, 3, 1), (6, 100)], ids=str)
+def test_pieces_hand_over_their_state(close, name, shape, options, sizes):
+    """Of any sizes, from a State whose size stays, which state_size says."""
+    m, x = build(name, 12, dims=len(shape), **options).double(), torch.randn(2, *shape, 12).double()
+    for p in m.parameters():
+        if not p.any():  # as biases of windows are at first
+            torch.nn.init.normal_(p)
+    state, outputs, at = m.init_state(2, None, shape[1:]), [], 0
+    shapes = [x.shape for x in tree_leaves(state)]
+    assert all(size[0] == 2 for size in shapes)
+    for size in itertools.cycle(n for n in sizes if n or "branch" not in name):  # which takes no empty pieces
+        y, state = m.advance(x[:, at : at + size], state, at)
+        outputs, at = [*outputs, y], at + size
+        assert [x.shape for x in tree_leaves(state)] == shapes
+        if at >= shape[0]:
+            break
     close(torch.cat(outputs, 1), m(x, causal=True), 1e-9)
     if len(shape) == 1:
-        assert m.state_size == size / 2
+        assert m.state_size == numbers(state) / 2
 
 
 @pytest.mark.parametrize("name", REMEMBERS)
@@ -212,9 +211,9 @@ def test_extreme_inputs_give_finite_results(name, causal, size):
     assert y.isfinite().all() and all(g.isfinite().all() for g in grads)
 
 
-@every
+@pytest.mark.parametrize("name", [*CATALOGUE, *LOCAL])
 def test_samples_end_to_end_are_the_samples_alone(close, name):
-    m, layout = build(name), Ragged([(3, 4), (1, 2), (5, 3)])
+    m, layout = build(name, dims=2), Ragged([(3, 4), (1, 2), (5, 3)])
     x = torch.randn(layout.length, 16)
     mask = torch.rand(layout.length) < 0.7
     mask[list(layout.offsets[:-1])] = True
@@ -269,7 +268,7 @@ def test_cross_form_reads_another_source(close, name):
 def test_who_reads_its_own_tokens_reads_as_without_a_source(close, name):
     """Some of the tokens, of all of them: the first where tokens are seen at once; where they are
     read one after the other, the last with those before it that a short convolution wants."""
-    scan = "scan" in inspect.signature(getattr(mixers, name)).parameters
+    scan = name in having("scan")
     more = {"scan": "raster"} if scan else {"window": None} if name == "LAVO" else {}
     m, x = build(name, **more).double(), torch.randn(2, 9, 16).double()
     if scan:
@@ -299,27 +298,21 @@ def test_scans_of_a_grid(close, name):
     close(ways["raster"](x).flatten(1, 2), ways["both"](line, causal=True), 1e-12)
     close(ways["axes"](x, causal=True), ways["raster"](x), 1e-12)
     assert not torch.allclose(ways["axes"](x), ways["both"](x), rtol=1e-3)
-    with pytest.raises(ValueError, match=r"scan='spiral'"):
-        build(name, scan="spiral")
 
 
-def compiled() -> list:
-    """The forms of one mixer for each operator; of a recurrent one the causal form is one of its
-    orders. All mixers are exported, in tests/models/test_export_sizes.py."""
-    same_operator = {"GatedDeltaNet", "KimiDeltaAttention", "HGRN2", "TNL", "LrpeAttention"}
-    forms = [
-        (name, causal)
-        for name in CATALOGUE
-        if name not in same_operator
-        for causal in (False, True)
-        if not (causal and issubclass(getattr(mixers, name), Recurrent))
-    ]
-    fast = ("LightNetAttention", "Mamba")
-    return [pytest.param(name, causal, marks=() if name in fast else pytest.mark.exhaustive) for name, causal in forms]
+# Forms for each operator; of a recurrent mixer the causal form is one of its orders. tests/doors compiles networks of
+# LightNetAttention and Mamba, tests/models/test_export_sizes.py exports all mixers.
+COMPILED = [
+    (name, causal)
+    for name in CATALOGUE
+    if name not in {"GatedDeltaNet", "KimiDeltaAttention", "HGRN2", "TNL", "LrpeAttention"}
+    for causal in (False, True)
+    if not (causal and issubclass(getattr(mixers, name), Recurrent))
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name, causal", compiled())
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name, causal", COMPILED)
 def test_compile_gives_the_same(close, name, causal):
     torch.compiler.reset()
     m, x = build(name), torch.randn(2, 3, 5, 16, requires_grad=True)

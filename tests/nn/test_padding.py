@@ -1,33 +1,16 @@
 """A padded sample gives what it gives alone, by every mixer: values and gradients, on one to three
 axes, in all ways that a grid is covered. In float64: nothing but the order of sums may differ."""
 
-import inspect
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
 
-from ndlightnet.nn import mixers
-from ndlightnet.nn.mixers.base import reads_context
+from .mixer_cases import CATALOGUE, CROSS, LOCAL, build, having
 
-CATALOGUE = mixers.__all__
-every = pytest.mark.parametrize("name", CATALOGUE)
-SCANS = {
-    name: ["raster", "both", "axes"]
-    for name in CATALOGUE
-    if "scan" in inspect.signature(getattr(mixers, name)).parameters
-}
-CROSS = [name for name in CATALOGUE if reads_context(getattr(mixers, name))]
+SCANS = having("scan")
 LONGEST = {1: 80, 2: 12, 3: 6}  # axes by number of axes: beyond a chunk of 64 tokens
 TOLERANCE = 2**12 * torch.finfo(torch.float64).eps  # 12 of 52 bits, for sums in another order
-
-
-def build(name: str, dim: int = 16, **more) -> nn.Module:
-    """Two heads where there are heads."""
-    kind = getattr(mixers, name)
-    heads = {"heads": 2} if "heads" in inspect.signature(kind).parameters else {}
-    return kind(dim, **heads, **more).double()
 
 
 def sizes(axes: int, most: tuple[int, ...] | None = None) -> tuple[int, ...]:
@@ -85,12 +68,15 @@ def check(run, x: Tensor, mask: Tensor, boxes: list[tuple], m: nn.Module) -> Non
     assert torch.equal(run(broken, mask)[mask], y[mask])
 
 
-@every
-@pytest.mark.parametrize("axes", [1, 2, 3])
+CASES = [*((name, axes) for name in CATALOGUE for axes in (1, 2, 3)), *((name, 2) for name in LOCAL)]
+
+
+@pytest.mark.parametrize("name, axes", CASES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_padded_sample_is_the_sample_alone(name, axes, causal):
-    for scan in SCANS.get(name, [None])[: 1 if causal else None]:
-        m = build(name, **({"scan": scan} if scan else {}))
+    scans = ["raster", "both", "axes"][: 1 if causal else None] if name in SCANS else [None]
+    for scan in scans:
+        m = build(name, dims=axes, **({"scan": scan} if scan else {})).double()
         x, mask, boxes = padded(axes)
         check(lambda x, mask, m=m: m(x, mask=mask, causal=causal), x, mask, boxes, m)
 
@@ -99,7 +85,7 @@ def test_a_padded_sample_is_the_sample_alone(name, axes, causal):
 @pytest.mark.parametrize("axes", [1, 2, 3])
 def test_a_padded_source_is_the_source_alone(name, axes):
     """Its coordinates count from the corner, as those of its readers do."""
-    m, (x, mask, boxes) = build(name), padded(axes, corner=True)
+    m, (x, mask, boxes) = build(name).double(), padded(axes, corner=True)
     queries = torch.randn(3, *sizes(axes), 16, dtype=torch.float64)
     y = m(queries, context=x, mask=mask)
     agree(y, [m(queries[b[:1]][None], context=x[b][None])[0] for b in boxes])
@@ -109,7 +95,7 @@ def test_a_padded_source_is_the_source_alone(name, axes):
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_within_a_sequence_is_stepped_over(name, causal):
     """By decays, convolutions, shifts and linear systems: what is seen is a shorter sequence."""
-    m, x = build(name), torch.randn(2, 80, 16, dtype=torch.float64)
+    m, x = build(name).double(), torch.randn(2, 80, 16, dtype=torch.float64)
     mask = torch.rand(2, 80) < 0.5
     y = m(x, mask=mask, causal=causal)
     alone = [m(one[keep][None], causal=causal)[0] for one, keep in zip(x, mask, strict=True)]
@@ -120,7 +106,7 @@ def test_padding_within_a_sequence_is_stepped_over(name, causal):
 @pytest.mark.parametrize("name", ["CosformerAttention", "RWKV4"])
 def test_a_mask_can_be_compiled_and_exported(name):
     torch.compiler.reset()
-    m, (x, mask, _) = build(name).eval(), padded(2)
+    m, (x, mask, _) = build(name).double().eval(), padded(2)
     expected = m(x, mask=mask)[mask]
     for run in (
         torch.compile(m, backend="aot_eager", fullgraph=True),

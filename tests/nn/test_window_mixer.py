@@ -1,7 +1,5 @@
 """WindowAttention against softmax over all pairs in float64, the others masked away; streams."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,8 @@ from ndlightnet.layout import Grid
 from ndlightnet.nn.mixers import WindowAttention
 from ndlightnet.ops.position import groups
 
-GRIDS = {(7,): 3, (130,): 5, (5, 6): 2, (9, 20): (3, 6), (4, 3, 5): (2, 1, 3), (2, 3, 2, 4): 2}
+from .mixer_cases import WINDOWS
+
 DIM, HEADS = 12, 2
 
 
@@ -56,11 +55,11 @@ def plainly(net: WindowAttention, x: Tensor, mask: Tensor | None, causal: bool) 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", WINDOWS)
 def test_against_all_pairs(close, grid, rotary, masked, causal):
     if rotary and len(grid) > 3:
         pytest.skip("six channels a head turn by three angles")
-    net = WindowAttention(DIM, HEADS, window=GRIDS[grid], rotary=rotary).double()
+    net = WindowAttention(DIM, HEADS, window=WINDOWS[grid], rotary=rotary).double()
     for scale in [net.lrpe.log_factor] if rotary else []:
         torch.nn.init.normal_(scale, std=0.1)
     x = torch.randn(2, *grid, DIM, dtype=torch.float64)
@@ -78,38 +77,6 @@ def test_what_is_out_of_reach_changes_nothing():
     x = torch.randn(1, 9, 4, DIM, dtype=torch.float64, requires_grad=True)
     reads = torch.autograd.grad(net(x)[0, 4, 2].sum(), x)[0][0].abs().sum(-1) > 0
     assert reads.nonzero().tolist() == [[row, 2] for row in range(2, 7)]
-
-
-def test_windows_that_are_none():
-    for window in (0, -1, (), (3, 0), 2.5, (2, 2.5)):
-        with pytest.raises(ValueError, match="window="):
-            WindowAttention(DIM, HEADS, window=window)
-    with pytest.raises(ValueError, match=r"window=\(3, 3\)"):
-        WindowAttention(DIM, HEADS, window=(3, 3))(torch.zeros(1, 4, 4, 4, DIM))
-
-
-def stream_cases():
-    for (grid, window), rotary in itertools.product(GRIDS.items(), (False, True)):
-        if not (rotary and len(grid) > 3):
-            yield pytest.param(grid, window, rotary, id=f"{grid} {window} {rotary}")
-
-
-@pytest.mark.parametrize("grid, window, rotary", [*stream_cases()])
-@pytest.mark.parametrize("sizes", [(1,), (2, 0, 3, 1), (6, 70)], ids=str)
-def test_chunks_of_any_size_are_the_whole(close, grid, window, rotary, sizes):
-    """With a state whose shape stays."""
-    net = WindowAttention(DIM, HEADS, window=window, rotary=rotary).double()
-    x = torch.randn(2, *grid, DIM, dtype=torch.float64)
-    state, outputs, at = net.init_state(2, None, grid[1:]), [], 0
-    shapes = [x.shape for x in state]
-    for size in itertools.cycle(sizes):
-        y, state = net.advance(x[:, at : at + size], state, at)
-        outputs, at = [*outputs, y], at + size
-        assert [x.shape for x in state] == shapes
-        if at >= grid[0]:
-            break
-    close(torch.cat(outputs, 1), net(x, causal=True), 1e-12)
-    assert state.frames.tolist() == [grid[0]] * 2
 
 
 def test_frames_of_another_shape_than_the_state():

@@ -12,10 +12,25 @@ from .framed import HEADS, angles, per_head, sample, weights
 
 FRAMES, TOKENS = 10, 70
 # options of axis-causal attention, whose weights and angles tests know; the other two are one frame, and one each token
-WINDOWS = {"frames": {}, "window": {"window": 2, "forget": 0.3}, "forgets": {"forget": HEADS}}
-FRAMES_OF = {"global": 1, "causal": TOKENS} | dict.fromkeys(WINDOWS, FRAMES)
-forms = pytest.mark.parametrize("form", FRAMES_OF)
+WINDOWS = {
+    "frames": {},
+    "window": {"window": 2, "forget": 0.3},
+    "forgets": {"forget": HEADS},
+    "tokens": {"window": 20, "forget": HEADS},  # in chunks
+}
+SLOW = ("tokens", "reference")
+FORMS = ("global", "causal", *WINDOWS)
+# what the reference does of windows, test_frames.py shows
+runs = pytest.mark.parametrize(
+    "form, impl", [(form, impl) for form in FORMS for impl in ("torch", "reference") if (form, impl) != SLOW]
+)
 impls = pytest.mark.parametrize("impl", ["torch", "reference"])
+
+
+def grid(form, length=TOKENS):
+    """Frames, and tokens of each."""
+    frames = {"global": 1, "causal": length, "tokens": length}.get(form, FRAMES)
+    return frames, length // frames
 
 
 def run(form, q, k, v, **options):
@@ -26,13 +41,12 @@ def run(form, q, k, v, **options):
         return causal_attention(q, k, v, **options)
     more = WINDOWS[form]
     more = more | {"forget": per_head(more.get("forget", 0.0))}
-    return ops.axis_causal_attention(q, k, v, FRAMES, **more, **options)
+    return ops.axis_causal_attention(q, k, v, grid(form, q.shape[1])[0], **more, **options)
 
 
 def seen(form, length=TOKENS):
     """How much of exp(k) counts, (target, source, heads)."""
-    frames = length if form == "causal" else FRAMES_OF[form]
-    return weights((frames, length // frames), **WINDOWS.get(form, {}))
+    return weights(grid(form, length), **WINDOWS.get(form, {}))
 
 
 def plain(length=TOKENS, **options):
@@ -47,8 +61,7 @@ def masks(length):
         yield torch.stack([keep, torch.ones(length, dtype=torch.bool)])
 
 
-@forms
-@impls
+@runs
 @pytest.mark.parametrize("which", range(4))
 def test_padding_counts_nothing(dense, close, close_grads, form, impl, which):
     mask, inputs = list(masks(TOKENS))[which], plain()
@@ -61,13 +74,12 @@ def test_padding_counts_nothing(dense, close, close_grads, form, impl, which):
     close_grads(actual[:, keep], expected[:, keep], inputs, 1e-9)
 
 
-@forms
-@impls
+@runs
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e38])
 @pytest.mark.parametrize("turned", [False, True], ids=["plain", "position"])
 def test_what_lies_in_the_padding_cannot_leak(form, impl, junk, turned):
     mask, (q, *source, theta) = list(masks(TOKENS))[2], sample((TOKENS,))
-    place = ops.Position(theta, (FRAMES_OF[form], TOKENS // FRAMES_OF[form])) if turned else None
+    place = ops.Position(theta, grid(form)) if turned else None
     mask[0, :14] = False  # also whole frames
     hidden, results = ~mask[..., None, None], []
     for filling in (0.0, junk):
@@ -79,8 +91,7 @@ def test_what_lies_in_the_padding_cannot_leak(form, impl, junk, turned):
     assert not any(x.masked_select(hidden).any() for x in results[1][5:7])
 
 
-@forms
-@impls
+@runs
 def test_a_sample_of_padding_only_gives_zeros_and_finite_gradients(form, impl):
     mask = torch.ones(2, TOKENS, dtype=torch.bool)
     mask[0] = False
@@ -105,8 +116,7 @@ def test_masks_and_states_together(dense, close, close_grads, length):
     close_grads(actual, expected, inputs, 1e-9)
 
 
-@forms
-@impls
+@runs
 @pytest.mark.parametrize("name", LOGITS)
 def test_extreme_logits_in_float32(dense, close_grads, form, impl, name):
     """maths.md 5.5b: the pair (max, sum) keeps float32's precision; a rounded max + log(sum) is off by 3e-4 at 5000,
@@ -116,9 +126,8 @@ def test_extreme_logits_in_float32(dense, close_grads, form, impl, name):
     inputs[1] = logits(name, inputs[1].shape).requires_grad_()
     leaves = [*inputs, theta]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    shape = (FRAMES_OF[form], TOKENS // FRAMES_OF[form])
-    out, state = run(form, *inputs, position=ops.Position(theta, shape), impl=impl)
-    expected = dense(*exact[:3], see=seen(form), angles=angles(shape, exact[3]))
+    out, state = run(form, *inputs, position=ops.Position(theta, grid(form)), impl=impl)
+    expected = dense(*exact[:3], see=seen(form), angles=angles(grid(form), exact[3]))
     assert out.dtype == torch.float32 and out.isfinite().all()
     assert state.sum.isfinite().all() and state.memory.isfinite().all()
     height = inputs[1].masked_fill(inputs[1] == -torch.inf, 0).abs().max().item()
@@ -127,8 +136,7 @@ def test_extreme_logits_in_float32(dense, close_grads, form, impl, name):
     close_grads(out, expected, leaves, 1e-5 + moved, other=exact)  # that of an angle has coordinates up to 69
 
 
-@forms
-@impls
+@runs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs(form, impl, dtype):
     """Everything between input and output is float32, autocast or not, so the error is that of one rounding of the
@@ -151,8 +159,7 @@ def test_states_of_low_precision_inputs_are_float32():
         assert all(x.dtype == torch.float32 for x in state)
 
 
-@forms
-@impls
+@runs
 def test_autocast_does_not_touch_float32_inputs(form, impl):
     inputs = plain(dtype=torch.float32)
     expected = run(form, *inputs, impl=impl)[0]
@@ -162,15 +169,13 @@ def test_autocast_does_not_touch_float32_inputs(form, impl):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["global", "causal", "frames", "window"])
+@pytest.mark.parametrize("form", ["global", "causal", "window", "forgets"])
 def test_compile_without_a_graph_break(close, close_grads, form):
     """For any number of tokens."""
     torch._dynamo.reset()
 
     def function(q, k, v, theta, mask):
-        frames = {"global": 1, "causal": q.shape[1]}.get(form, FRAMES)
-        place = ops.Position(theta, (frames, q.shape[1] // frames))
-        return run(form, q, k, v, mask=mask, position=place)[0]
+        return run(form, q, k, v, mask=mask, position=ops.Position(theta, grid(form, q.shape[1])))[0]
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for length in (60, 130):

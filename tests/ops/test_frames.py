@@ -6,26 +6,35 @@ from torch import Tensor
 from torch.autograd import grad
 
 from ndlightnet.ops import State, merge, summarize
+from ndlightnet.ops.lightnet import frames
 from ndlightnet.ops.lightnet.frames import sliding_merge
 
 from .framed import HEADS, angles, attend, in_chunks, padding, per_head, sample, weights, whole
 
 GRIDS = ((7,), (1, 6), (4, 6), (5, 2, 3), (3, 2, 1, 4))
-grids = pytest.mark.parametrize("shape", GRIDS, ids=str)
 impls = pytest.mark.parametrize("impl", ["torch", "reference"])
-windows = pytest.mark.parametrize("window", [None, 1, 2, 3, 9])
 forgets = pytest.mark.parametrize("forget", [0.0, 0.3, HEADS], ids=str)
 
 
-@grids
-@windows
+CASES = [  # grid, window, SHORT, implementation
+    *((shape, window, 16, impl) for shape in GRIDS for window in (None, 1, 2, 3, 9) for impl in ("torch", "reference")),
+    *(((n,), window, 1, "torch") for n, window in ((1, 1), (37, 1), (37, 2), (37, 17), (70, 35), (70, 69))),
+]
+
+
+@pytest.mark.parametrize("shape, window, short, impl", CASES, ids=str)
 @forgets
-@impls
-def test_values_and_gradients_are_the_dense_ones(dense, close, close_grads, shape, window, forget, impl):
-    """With and without angles, and in turn with and without padding."""
+def test_values_and_gradients_are_the_dense_ones(
+    monkeypatch, dense, close, close_grads, shape, window, short, forget, impl
+):
+    """With and without angles, and in turn with and without padding. short: windows from which on frames of one token
+    go by chunks; a whole block of them is padding."""
+    monkeypatch.setattr(frames, "SHORT", short)
     for masked, rotated in ((True, True), (False, False)):
         *inputs, theta = sample(shape)
         mask, lrpe = padding(shape) if masked else None, theta if rotated else None
+        if masked and short == 1:
+            mask[0, window : 2 * window] = False
         actual, _ = attend(*inputs, shape, mask=mask, position=lrpe, window=window, forget=per_head(forget), impl=impl)
         turned = angles(shape, theta) if rotated else None
         expected = dense(*inputs, mask=mask, see=weights(shape, window, forget), angles=turned)

@@ -4,16 +4,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.ops import (
-    Position,
-    State,
-    attention_step,
-    axis_causal_attention,
-    causal_attention,
-    global_attention,
-    read,
-    summarize,
-)
+from ndlightnet import ops
 from ndlightnet.ops.lightnet import frames
 
 from .framed import HEADS, attend, padding, per_head, sample, whole
@@ -37,24 +28,24 @@ def test_every_sample_may_start_at_a_place_of_its_own(close, close_grads, form, 
     shape = {"step": (1, 1), "causal": (6, 1)}.get(form, (3, 4))
     *inputs, theta = sample(shape, dim=8, batch=3)
     theta = theta if kind == "cosine" else theta[:, :4]
-    past = summarize(*inputs[1:], position=Position(theta, shape, kind))
-    past = State(*(x.detach() for x in past))
+    past = ops.summarize(*inputs[1:], position=ops.Position(theta, shape, kind))
+    past = ops.State(*(x.detach() for x in past))
 
     def run(rows, start):
-        place, some = Position(theta, shape, kind, offset=start), [x[rows] for x in inputs]
-        before = State(*(x[rows] for x in past))
+        place, some = ops.Position(theta, shape, kind, offset=start), [x[rows] for x in inputs]
+        before = ops.State(*(x[rows] for x in past))
         if form == "frames":
-            out, after = axis_causal_attention(*some, 3, position=place)
+            out, after = ops.axis_causal_attention(*some, 3, position=place)
         elif form == "causal":
-            out, after = causal_attention(*some, position=place)
+            out, after = ops.causal_attention(*some, position=place)
         elif form == "step":
-            out, after = attention_step(*(x[:, 0] for x in some), before, position=place)
+            out, after = ops.attention_step(*(x[:, 0] for x in some), before, position=place)
         else:
-            after = summarize(*some[1:], position=place)
-            out = read(some[0], after, position=place)
+            after = ops.summarize(*some[1:], position=place)
+            out = ops.read(some[0], after, position=place)
             # query and key angles of `read`, of up to 100,000 theta, are rounded to float64
             off = 2 * 100_000 * theta.max().item() * 2.0**-53
-            close(out, global_attention(*some, position=place), off)
+            close(out, ops.global_attention(*some, position=place), off)
         return out, after.sum, after.memory
 
     starts = torch.tensor([4, 0, 100_000])
@@ -78,7 +69,7 @@ def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads, option
     assert calls == [3, 3, 1]
     grad(actual.sum(), q, retain_graph=True)
     assert sorted(calls[3:]) == [1, 3, 3]
-    assert not frames.states_outweigh_tokens(k, v, Position(theta, (1, 7, 2)), 14)  # as one frame
+    assert not frames.states_outweigh_tokens(k, v, ops.Position(theta, (1, 7, 2)), 14)  # as one frame
     monkeypatch.setattr(frames, "states_outweigh_tokens", lambda *_: False)
     expected, last = attend(q, k, v, shape, position=theta, **options)
     ours, theirs = ((x, *whole(s)) for x, s in ((actual, state), (expected, last)))
@@ -97,34 +88,23 @@ def test_gradcheck(window):
     total, memory = past.sum.requires_grad_(), past.memory.requires_grad_()
 
     def function(q, k, v, theta, total, memory):
-        out, after = attend(q, k, v, (3, 2), position=theta, state=State(past.max, total, memory), **options)
+        out, after = attend(q, k, v, (3, 2), position=theta, state=ops.State(past.max, total, memory), **options)
         return out, *whole(after)
 
     assert torch.autograd.gradcheck(function, (*inputs, theta, total, memory))
 
 
-def test_compile_with_a_forgetting_for_every_head(close):
-    torch._dynamo.reset()
-
-    def function(q, k, v, forget):
-        return axis_causal_attention(q, k, v, 4, forget=forget)[0]
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    *inputs, _ = sample((4, 6), grads=False)
-    close(compiled(*inputs, per_head(HEADS)), function(*inputs, per_head(HEADS)), 1e-12)
-
-
 def bad():
     """A word of the message, positional arguments, options; a right call is q, k, v, 3."""
     q, k, v, theta = sample((3, 4), grads=False)
-    place = Position(theta, (3, 4))
+    place = ops.Position(theta, (3, 4))
     yield r"\bq\b", (q[:, :8], k, v, 3), {}
     yield r"\bv\b", (q, k, v[:, :, :1], 3), {}
     yield "mask", (q, k, v, 3), {"mask": torch.ones(2, 3, dtype=torch.bool)}
     yield "frames=5.* 12", (q, k, v, 5), {}
     yield "frames=0", (q, k, v, 0), {}
     yield r"\(4, 3\).*3 frames", (q, k, v, 3), {"position": place._replace(layout=(4, 3))}
-    yield r"\(2, 4\).* 4 tokens", (q, k, v, 3), {"position": Position(theta, (2, 4), prefix=4)}
+    yield r"\(2, 4\).* 4 tokens", (q, k, v, 3), {"position": ops.Position(theta, (2, 4), prefix=4)}
     yield "theta", (q, k, v, 3), {"position": place._replace(theta=theta[:, :4])}
     yield "window=0", (q, k, v, 3), {"window": 0}
     yield "forget=-0.5", (q, k, v, 3), {"forget": -0.5}
@@ -135,7 +115,7 @@ def bad():
     yield "impl", (q, k, v, 3), {"impl": "nonsense"}
     yield "triton", (q, k, v, 3), {"impl": "triton"}
     plain, window, other = (
-        axis_causal_attention(q, k, v, 3, **how)[1] for how in ({}, {"window": 3}, {"position": place})
+        ops.axis_causal_attention(q, k, v, 3, **how)[1] for how in ({}, {"window": 3}, {"position": place})
     )
     yield r"state.memory \(2, 2, 10, 3\)", (q, k, v, 3), {"state": other}
     yield r"state.*\(2, 2, 2, 5", (q, k, v, 3), {"state": window}
@@ -147,4 +127,4 @@ def bad():
 def test_bad_arguments_are_named(case):
     match, args, options = list(bad())[case]
     with pytest.raises(ValueError, match=match):
-        axis_causal_attention(*args, **options)
+        ops.axis_causal_attention(*args, **options)

@@ -6,19 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ndlightnet import Grid
-from ndlightnet.ops import (
-    Position,
-    State,
-    attention_step,
-    causal_attention,
-    frequencies,
-    global_attention,
-    read,
-    rotate,
-    summarize,
-    tables,
-)
+from ndlightnet import Grid, ops
 
 from . import framed
 from .framed import angles
@@ -47,14 +35,14 @@ def random_theta(slots, heads=2):
 @pytest.mark.parametrize("shape, dim", [((5,), 6), ((3, 4), 8), ((2, 3, 3), 9), ((2, 1, 3, 2), 8)])
 def test_angles_are_the_oracles(oracle, float64, close, shape, dim):
     expected, _, _ = oracle.md_angles(shape, dim)
-    cos, sin = tables(Position(frequencies(dim, len(shape))[None], shape), dim, torch.float64)
+    cos, sin = ops.tables(ops.Position(ops.frequencies(dim, len(shape))[None], shape), dim, torch.float64)
     close(cos[:, 0], expected.cos(), 1e-6)  # frequencies are float32
     close(sin[:, 0], expected.sin(), 1e-6)
 
 
 @pytest.mark.parametrize("slots, axes", [(8, 1), (8, 2), (9, 3), (7, 3), (5, 4), (4, 4)])
 def test_every_axis_gets_the_same_bank(slots, axes):
-    bank = frequencies(slots, axes)
+    bank = ops.frequencies(slots, axes)
     assert bank.shape == (slots,) and bank.dtype == torch.float32
     width = -(-slots // axes)
     for part in torch.tensor_split(bank, axes):
@@ -69,11 +57,11 @@ def test_cosine_kind_is_the_dense_sum(dense, close, close_grads, shape, causal, 
     length = Grid(shape).length
     q, k, v = sample(length)
     theta = random_theta(9)
-    place = Position(theta, shape)
+    place = ops.Position(theta, shape)
     if causal:
-        actual, _ = causal_attention(q, k, v, position=place, impl=impl)
+        actual, _ = ops.causal_attention(q, k, v, position=place, impl=impl)
     else:
-        actual = global_attention(q, k, v, position=place, impl=impl)
+        actual = ops.global_attention(q, k, v, position=place, impl=impl)
     expected = dense(q, k, v, causal=causal, angles=angles(shape, theta))
     close(actual, expected, 1e-10)
     close_grads(actual, expected, (q, k, v, theta), 1e-9)
@@ -86,7 +74,7 @@ def test_rotary_kind_turns_queries_and_normalised_keys(close, close_grads, shape
     q, k, v = sample(Grid(shape).length, dim=dim)
     theta = random_theta(dim // 2)
     angle = angles(shape, theta)
-    actual = global_attention(q, k, v, position=Position(theta, shape, "rotary"))
+    actual = ops.global_attention(q, k, v, position=ops.Position(theta, shape, "rotary"))
     phi, p = turn(q * q.sigmoid(), angle), turn(k.softmax(1), angle)
     expected = torch.einsum("bthd,bshd,bshe->bthe", phi, p, v)
     close(actual, expected, 1e-10)
@@ -97,18 +85,18 @@ def test_rotary_kind_turns_queries_and_normalised_keys(close, close_grads, shape
 def test_rotate_is_a_rotation_of_pairs(close, dim):
     theta = random_theta(dim // 2).detach()
     x = torch.randn(2, 12, 2, dim, dtype=torch.float64)
-    cos, sin = tables(Position(theta, (3, 4), "rotary"), dim, torch.float64)
-    close(rotate(x, cos, sin), turn(x, angles((3, 4), theta)), 1e-12)
+    cos, sin = ops.tables(ops.Position(theta, (3, 4), "rotary"), dim, torch.float64)
+    close(ops.rotate(x, cos, sin), turn(x, angles((3, 4), theta)), 1e-12)
 
 
 def scores(shape, kind, start=None):
     """(target, source) scores of one and the same query and key everywhere, by one-hot values."""
     n = Grid(shape).length
     q, k = torch.linspace(-2, 3, 18, dtype=torch.float64).reshape(2, 9)
-    theta = frequencies(9 if kind == "cosine" else 4, len(shape))[None]
+    theta = ops.frequencies(9 if kind == "cosine" else 4, len(shape))[None]
     ones = torch.ones(1, n, 1, 1, dtype=torch.float64)
     eye = torch.eye(n, dtype=torch.float64)[None, :, None]
-    return global_attention(q * ones, k * ones, eye, position=Position(theta, shape, kind, 0, start))[0, :, 0]
+    return ops.global_attention(q * ones, k * ones, eye, position=ops.Position(theta, shape, kind, 0, start))[0, :, 0]
 
 
 @grids
@@ -133,11 +121,11 @@ def test_scores_depend_on_the_offset_vector_and_on_every_axis(close, shape, kind
 def test_start_places_a_segment(close, at, kind):
     q, k, v = sample(70)
     theta = random_theta(9 if kind == "cosine" else 4)
-    expected, whole = causal_attention(q, k, v, position=Position(theta, (70,), kind))
+    expected, whole = ops.causal_attention(q, k, v, position=ops.Position(theta, (70,), kind))
     state, outputs = None, []
     for part in (slice(0, at), slice(at, 70)):
-        place = Position(theta, (part.stop - part.start,), kind, offset=(torch.tensor(part.start),))
-        y, state = causal_attention(q[:, part], k[:, part], v[:, part], position=place, state=state)
+        place = ops.Position(theta, (part.stop - part.start,), kind, offset=(torch.tensor(part.start),))
+        y, state = ops.causal_attention(q[:, part], k[:, part], v[:, part], position=place, state=state)
         outputs.append(y)
     close(torch.cat(outputs, 1), expected, 1e-10)
     close(state.memory, whole.memory, 1e-10)
@@ -147,11 +135,11 @@ def test_start_places_a_segment(close, at, kind):
 def test_step_places_one_token(close):
     q, k, v = sample(20)
     theta = random_theta(9)
-    expected, _ = causal_attention(q, k, v, position=Position(theta, (20,)))
-    state, outputs = State.empty(2, 2, 9, 3, rotated=True, dtype=torch.float64), []
+    expected, _ = ops.causal_attention(q, k, v, position=ops.Position(theta, (20,)))
+    state, outputs = ops.State.empty(2, 2, 9, 3, rotated=True, dtype=torch.float64), []
     for t in range(20):
-        place = Position(theta, (1,), offset=(t,))
-        y, state = attention_step(q[:, t], k[:, t], v[:, t], state, position=place)
+        place = ops.Position(theta, (1,), offset=(t,))
+        y, state = ops.attention_step(q[:, t], k[:, t], v[:, t], state, position=place)
         outputs.append(y)
     close(torch.stack(outputs, 1), expected, 1e-10)
 
@@ -159,18 +147,20 @@ def test_step_places_one_token(close):
 def test_prefix_tokens_have_no_position(dense, close):
     q, k, v = sample(2 + 12)
     theta = random_theta(9)
-    place = Position(theta, (3, 4), prefix=2)
+    place = ops.Position(theta, (3, 4), prefix=2)
     by_hand = angles((3, 4), theta, prefix=2)
-    close(global_attention(q, k, v, position=place), dense(q, k, v, angles=by_hand), 1e-10)
+    close(ops.global_attention(q, k, v, position=place), dense(q, k, v, angles=by_hand), 1e-10)
     for kind, slots in (("cosine", 9), ("rotary", 4)):
-        cos, sin = tables(Position(random_theta(slots), (3, 4), kind, prefix=2), 9, torch.float64)
+        cos, sin = ops.tables(ops.Position(random_theta(slots), (3, 4), kind, prefix=2), 9, torch.float64)
         assert (cos[:2] == 1).all() and (sin[:2] == 0).all() and sin[2:].any()
 
 
 def test_a_source_on_another_grid(dense, close):
     """Queries of (2, 3) read a source of (4, 5): both lie in the same coordinates."""
     q, (_, k, v), theta = sample(6)[0], sample(20), random_theta(9)
-    actual = read(q, summarize(k, v, position=Position(theta, (4, 5))), position=Position(theta, (2, 3)))
+    actual = ops.read(
+        q, ops.summarize(k, v, position=ops.Position(theta, (4, 5))), position=ops.Position(theta, (2, 3))
+    )
     close(actual, dense(q, k, v, angles=(angles((2, 3), theta), angles((4, 5), theta))), 1e-10)
 
 
@@ -179,7 +169,7 @@ def test_angles_are_exact_far_out(kind):
     """A float32 angle at 10^6 is off by 0.03 radians (6e-8 * 10^6 / 2)."""
     slots = 9 if kind == "cosine" else 4
     theta = torch.rand(1, slots) * 3
-    cos, sin = tables(Position(theta, (2, 3), kind, offset=(10**6, 10**6 - 7)), 9, torch.float32)
+    cos, sin = ops.tables(ops.Position(theta, (2, 3), kind, offset=(10**6, 10**6 - 7)), 9, torch.float32)
     angle = angles((2, 3), theta, start=[10**6, 10**6 - 7]).numpy()
     assert cos.dtype == torch.float32
     for table, expected in ((cos, np.cos(angle)), (sin, np.sin(angle))):
@@ -189,10 +179,10 @@ def test_angles_are_exact_far_out(kind):
 def test_errors_show_the_values():
     q, k, v = sample(16)
     with pytest.raises(ValueError, match=r"5 axes .* 4"):
-        global_attention(q, k, v, position=Position(random_theta(4), (2, 2, 2, 2, 1), "rotary"))
+        ops.global_attention(q, k, v, position=ops.Position(random_theta(4), (2, 2, 2, 2, 1), "rotary"))
     with pytest.raises(ValueError, match=r"10 axes .* 9"):
-        frequencies(9, 10)
+        ops.frequencies(9, 10)
     with pytest.raises(ValueError, match=r"kind='turning'"):
-        global_attention(q, k, v, position=Position(random_theta(9), (16,), "turning"))
+        ops.global_attention(q, k, v, position=ops.Position(random_theta(9), (16,), "turning"))
     with pytest.raises(ValueError, match=r"theta of shape \(2, 8\)"):
-        global_attention(q, k, v, position=Position(random_theta(8), (16,)))
+        ops.global_attention(q, k, v, position=ops.Position(random_theta(8), (16,)))

@@ -4,16 +4,7 @@ import pytest
 import torch
 from torch.autograd import grad, gradcheck
 
-from ndlightnet.ops import (
-    Position,
-    State,
-    attention_step,
-    axis_causal_attention,
-    causal_attention,
-    global_attention,
-    read,
-    summarize,
-)
+from ndlightnet import ops
 from ndlightnet.ops.lightnet.state import tile
 
 from .framed import sample
@@ -34,8 +25,8 @@ def test_forgetting_over_many_frames_in_one_call(forget, far):
     forget = torch.tensor(forget) if isinstance(forget, tuple) else forget
     q, k, v = (torch.randn(1, 16384, 2, 4) for _ in "qkv")
     k = k + far
-    out, state = axis_causal_attention(q, k, v, 16384, forget=forget)
-    exact = axis_causal_attention(q.double(), k.double(), v.double(), 16384, forget=forget)
+    out, state = ops.axis_causal_attention(q, k, v, 16384, forget=forget)
+    exact = ops.axis_causal_attention(q.double(), k.double(), v.double(), 16384, forget=forget)
     assert worst(out, exact[0]) < 14 * 3 * 2.0**-24
     weight, expected = (s.max.double() + s.sum.double().log() for s in (state, exact[1]))
     assert (weight - expected).abs().max() < 14 * 3 * 2.0**-24 + far * 2.0**-24
@@ -49,8 +40,8 @@ def test_forgetting_does_not_drift(far):
     q, k, v = (torch.randn(1, 20000, 2, 4) for _ in "qkv")
     k = k + far
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, _ = axis_causal_attention(q, k, v, 20000, forget=0.5)
-    exact, _ = axis_causal_attention(q.double(), k.double(), v.double(), 20000, forget=0.5)
+    out, _ = ops.axis_causal_attention(q, k, v, 20000, forget=0.5)
+    exact, _ = ops.axis_causal_attention(q.double(), k.double(), v.double(), 20000, forget=0.5)
     pull = torch.randn_like(out)
     grads = (grad((x * pull).sum(), (q, k, v)) for x in (out, exact))
     for x, y in zip((out, *next(grads)), (exact, *next(grads)), strict=True):
@@ -62,8 +53,8 @@ def test_forgetting_is_not_lost_beside_large_keys(impl):
     """A fade of 0.01 a frame, where float32 numbers are 0.06 apart. Every frame rounds sum and memory once."""
     q, k, v = (torch.randn(1, 80, 2, 3) for _ in "qkv")
     k = k + 1e6
-    exact, _ = axis_causal_attention(q.double(), k.double(), v.double(), 40, forget=0.01)
-    out, _ = axis_causal_attention(q, k, v, 40, forget=0.01, impl=impl)
+    exact, _ = ops.axis_causal_attention(q.double(), k.double(), v.double(), 40, forget=0.01)
+    out, _ = ops.axis_causal_attention(q, k, v, 40, forget=0.01, impl=impl)
     assert worst(out, exact) < 4 * 40 * 2.0**-24
 
 
@@ -76,24 +67,24 @@ def sums(state):
 def outputs(form, inputs, theta, start, kind="cosine", past=None, impl="torch"):
     """Of a form with angles that count from `start` on the first axis."""
     q, k, v = inputs
-    place = Position(theta, (q.shape[1],), kind, offset=(start,))
+    place = ops.Position(theta, (q.shape[1],), kind, offset=(start,))
     if form == "global":
-        return (global_attention(q, k, v, position=place, impl=impl),)
+        return (ops.global_attention(q, k, v, position=place, impl=impl),)
     if form == "source":
-        state = summarize(k, v, position=place, impl=impl)
-        return read(q, past or state, position=place, impl=impl), *sums(state)
+        state = ops.summarize(k, v, position=place, impl=impl)
+        return ops.read(q, past or state, position=place, impl=impl), *sums(state)
     if form in ("causal", "decay"):
         forget = 0.3 if form == "decay" else 0.0
-        out, state = causal_attention(q, k, v, position=place, state=past, forget=forget, impl=impl)
+        out, state = ops.causal_attention(q, k, v, position=place, state=past, forget=forget, impl=impl)
         return out, *sums(state)
     if form == "step":
         token = (x[:, 0] for x in inputs)
         place = place._replace(layout=(1,))
-        out, state = attention_step(*token, past, position=place, impl=impl)
+        out, state = ops.attention_step(*token, past, position=place, impl=impl)
         return out, *sums(state)
     shape, window = (q.shape[1] // 4, 2, 2), 3 if form == "window" else None
     place = place._replace(layout=shape, offset=(start, 0, 7))
-    out, state = axis_causal_attention(
+    out, state = ops.axis_causal_attention(
         q, k, v, shape[0], position=place, state=past, window=window, forget=0.1, impl=impl
     )
     return out, *sums(state)
@@ -135,7 +126,7 @@ def test_gradients_with_a_start_and_states_are_right(form, kind, past):
     start = torch.tensor([3, -2])
 
     def run(q, k, v, theta, memory):
-        state = State(torch.zeros_like(total), total, memory) if past else None
+        state = ops.State(torch.zeros_like(total), total, memory) if past else None
         return outputs(form, (q, k, v), theta, start, kind, state)
 
     assert gradcheck(run, (*inputs, theta, memory), fast_mode=True)
@@ -149,11 +140,11 @@ def test_gradients_with_a_start_and_tokens_in_front_are_right(form, kind):
     theta = theta.detach()[:, : 3 if kind == "cosine" else 1].requires_grad_()
 
     def run(q, k, v, theta):
-        place = Position(theta, (4,), kind, prefix=2, offset=(torch.tensor([3, -2]),))
+        place = ops.Position(theta, (4,), kind, prefix=2, offset=(torch.tensor([3, -2]),))
         if form == "global":
-            return global_attention(q, k, v, position=place)
+            return ops.global_attention(q, k, v, position=place)
         if form == "causal":
-            return causal_attention(q, k, v, position=place)[0]
-        return sums(summarize(k, v, position=place))
+            return ops.causal_attention(q, k, v, position=place)[0]
+        return sums(ops.summarize(k, v, position=place))
 
     assert gradcheck(run, (*inputs, theta), fast_mode=True)

@@ -1,15 +1,14 @@
-"""Windows over frames of one token, which go by chunks: against the dense form, and States."""
+"""Windows over frames of one token, which go by chunks: States and streams. test_frames.py has their values,
+test_attention_edges.py padding and extreme logits."""
 
 import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.layout import Ragged
 from ndlightnet.ops import axis_causal_attention
 from ndlightnet.ops.lightnet import frames
-from tests.kernels.kernel_cases import logits
 
-from .framed import HEADS, angles, attend, in_chunks, padding, per_head, sample, weights
+from .framed import HEADS, attend, in_chunks, padding, per_head, sample
 
 forgets = pytest.mark.parametrize("forget", [0.0, 0.3, HEADS], ids=str)
 
@@ -17,41 +16,6 @@ forgets = pytest.mark.parametrize("forget", [0.0, 0.3, HEADS], ids=str)
 @pytest.fixture(autouse=True)
 def no_window_is_short(monkeypatch):
     monkeypatch.setattr(frames, "SHORT", 1)
-
-
-@pytest.mark.parametrize("length, window", [(1, 1), (37, 1), (37, 2), (37, 17), (70, 35), (70, 69)])
-@forgets
-def test_values_and_gradients_are_the_dense_ones(dense, close, close_grads, length, window, forget):
-    """Also with angles and padding: holes, a whole block among them."""
-    shape, options = (length,), {"window": window, "forget": per_head(forget)}
-    for masked, rotated in ((True, True), (False, False)):
-        *inputs, theta = sample(shape)
-        mask, lrpe = padding(shape) if masked else None, theta if rotated else None
-        if masked:
-            mask[0, window : 2 * window] = False
-        actual, _ = attend(*inputs, shape, mask=mask, position=lrpe, **options)
-        turned = angles(shape, theta) if rotated else None
-        expected = dense(*inputs, mask=mask, see=weights(shape, window, forget), angles=turned)
-        close(actual, expected, 1e-10)
-        close_grads(actual, expected, (*inputs, theta) if rotated else inputs, 1e-9)
-
-
-@pytest.mark.parametrize("name", ["wide", "up", "down", "jumps", "holes"])
-@forgets
-def test_extreme_logits(dense, close_grads, name, forget):
-    """In float32: every exponent is a difference of logits, which decay does not round."""
-    *inputs, _ = sample((40,), dtype=torch.float32)
-    k = logits(name, inputs[1].shape)
-    inputs[1] = k.requires_grad_()
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    options = {"window": 9, "forget": per_head(forget)}
-    out, _ = attend(*inputs, (40,), **options)
-    expected = dense(*exact, see=weights((40,), 9, forget))
-    height = k.masked_fill(k == -torch.inf, 0).abs().max().item()
-    tolerance = 2e-6 + torch.finfo(torch.float32).eps * height
-    assert out.isfinite().all()
-    assert (out - expected).abs().max() < tolerance * expected.abs().max()
-    close_grads(out, expected, inputs, 2 * tolerance, other=exact)
 
 
 @pytest.mark.parametrize("window", [1, 4, 9])
@@ -95,19 +59,6 @@ def test_no_state_is_made_where_none_is_asked_for():
     for window in (None, 3):
         out, state = axis_causal_attention(*inputs, 24, window=window, return_state=False)
         assert (state is None) == (window is not None) and out.shape == inputs[2].shape
-
-
-def test_samples_end_to_end(close, close_grads):
-    layout = Ragged([(7,), (1,), (20,)])
-    *inputs, _ = sample((28,), batch=1)
-    out, _ = axis_causal_attention(*inputs, layout, window=4, forget=0.1)
-    parts, at = [], 0
-    for n in layout.lengths:
-        now = [x[:, at : at + n] for x in inputs]
-        parts.append(axis_causal_attention(*now, n, window=4, forget=0.1, impl="reference")[0])
-        at += n
-    close(out, torch.cat(parts, 1), 1e-11)
-    close_grads(out, torch.cat(parts, 1), inputs, 1e-10)
 
 
 def test_nothing_later_and_nothing_too_old_has_a_gradient():

@@ -68,34 +68,6 @@ CASES: dict[str, Case] = {
 # cases that two processes take in float32, too: one of each kind of network
 FLOAT32 = ("volume, masked", "video, windows that forget", "text", "U-Net, hybrid")
 
-# causal networks that give the features of each frame; README.md says how MD-TPE spreads NaN
-_features = {"causal": True, "tpe": False, "patch": 1}
-CAUSAL: dict[str, Case] = {
-    "signal": Case(_net(1, **_features), (3, 23), 1),
-    "signal, forgets": Case(_net(1, mixer=_mixer(forget=0.1), **_features), (3, 23), 1),
-    "signal, window": Case(_net(1, mixer=_mixer(window=5), **_features), (3, 23), 1),
-    "signal, window that forgets": Case(_net(1, mixer=_mixer(window=5, forget=0.1), **_features), (3, 23), 1),
-    "video": Case(_net(3, **_features), (1, 9, 4, 3), 1),
-    "video, dense taps": Case(_net(3, mixer=_mixer(dense=True), **_features), (1, 9, 4, 3), 1),
-    "video, windows that forget": Case(_net(3, mixer=_mixer(window=3, forget=[0.1]), **_features), (1, 9, 4, 3), 1),
-}
-
-
-def features_beside_nan(name: str, dtype: torch.dtype = torch.float64) -> tuple[NDLightNet, Tensor, Tensor, Tensor]:
-    """Return a network of CAUSAL, two clean samples, the same with NaN or inf in a random cell, and
-    which of their frames (batch, frames) see it."""
-    torch.manual_seed(sum(name.encode()))  # the same on all processes
-    case = CAUSAL[name]
-    net: Any = case.make().to(dtype).eval()
-    net.reset_classifier(0, global_pool="")
-    clean = torch.randn(2, *case.shape, dtype=dtype)
-    cell = [int(torch.randint(size, ())) for size in clean.shape]
-    bad = clean.clone()
-    bad[tuple(cell)] = (torch.nan, torch.inf)[cell[1] % 2]
-    seen = torch.zeros(2, case.shape[1], dtype=torch.bool)
-    seen[cell[0], cell[2] :] = True
-    return net, clean, bad, seen
-
 
 def slab(x: Tensor, dim: int, multiple: int = 1) -> Tensor:
     sizes = split_sizes(x.shape[dim], dist.get_world_size(), multiple)

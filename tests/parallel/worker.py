@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -242,18 +241,19 @@ def autocast() -> dict[str, Any]:
 
 
 def compiled() -> dict[str, Any]:
-    """One graph, with the exchanges in it, of a causal network and of one with convolutions and global attention."""
+    """One graph, with the exchanges in it, of a causal network, also differentiated, and of one with convolutions and
+    global attention."""
     torch.manual_seed(0)
     unet = NDLightUNet(2, 1, 3, widths=(8, 16), convs=(1, 0), depths=(0, 1))
     signal = NDLightNet(1, 1, 3, patch_size=2, embed_dim=16, depth=1, tpe_states=4, causal=True)
     errors = {}
-    for name, net, shape in (("signal", signal, (1, 22)), ("images", unet, (1, 10, 6))):
+    for name, net, shape, backend in (("signal", signal, (1, 22), "aot_eager"), ("images", unet, (1, 10, 6), "eager")):
         with shard_grid(dist.group.WORLD) as grid:
             torch.manual_seed(0)
             x = grid.slab(torch.randn(2, *shape), 2)
             y = net(x)
             plain = gradients(net, y.sum())
-            z = torch.compile(net, backend="aot_eager", fullgraph=True)(x)
+            z = torch.compile(net, backend=backend, fullgraph=True)(x)
             grads = gradients(net, z.sum())
         errors[name] = {"output": error_of(z, y, y), "parameters": gradient_error(grads, plain, mean=False)}
     return errors
@@ -276,23 +276,15 @@ def killed() -> dict[str, Any]:
     return {}
 
 
+PAIR = (all_cases, recomputed, stream, packs, counted, autocast, compiled)
+RARE = (twice, sequences, anomaly, empty_batch, out_of_memory, refused)
 # a number of processes, and what they do one after the other
-PAIR: tuple[Callable[[], Any], ...] = (
-    all_cases,
-    recomputed,
-    stream,
-    packs,
-    counted,
-    autocast,
-    compiled,
-    twice,
-    sequences,
-    anomaly,
-    empty_batch,
-    out_of_memory,
-    refused,
-)
-SESSIONS = {"two": (2, PAIR), "three": (3, (all_cases, sequences)), "four": (4, (beside,)), "killed": (3, (killed,))}
+SESSIONS = {
+    "two": (2, (*PAIR, *RARE)),
+    "three": (3, (all_cases, sequences)),
+    "four": (4, (beside,)),
+    "killed": (3, (killed,)),
+}
 
 
 def run_rank(folder: Path, rank: int, count: int, jobs: Any, backend: str = "gloo", timeout: int = 2 * SECONDS) -> None:
