@@ -120,14 +120,14 @@ def local_mixing_step(
     many as the largest offset along the first axis; zeros before the first frame.
     """
     back = max(offset[0] for offset in offsets)
-    tokens = layout.length // max(1, layout.frame_count)
+    tokens = Grid(layout.shape[1:]).length  # there may be no frames
     if min(offset[0] for offset in offsets) < 0:
         raise ValueError(f"offsets={offsets}: expected none below 0 along the first axis")
     if state.shape != (len(x), back, tokens, x.shape[-1]):
         raise ValueError(
             f"state {tuple(state.shape)}: expected {(len(x), back, tokens, x.shape[-1])}, the last {back} frames"
         )
-    frames = torch.cat([state.to(x.dtype), x.unflatten(1, (-1, tokens))], 1)
+    frames = torch.cat([state.to(x.dtype), x.unflatten(1, (layout.frame_count, tokens))], 1)
     longer = layout.longer(back)
     u = local_mixing(frames.flatten(1, 2), weight, offsets, layout=longer, impl=impl)
     return u[:, back * tokens :], frames[:, frames.shape[1] - back :].to(state.dtype)
