@@ -4,7 +4,7 @@
     python $family configs/fashion_mnist.yaml                 every mixer of the catalogue
     python $family configs/adrenal.yaml --rows Identity SoftmaxAttention "GLA axes" --steps 296
     python $family configs/adrenal.yaml --file tasks/evidence/configs/ladder/grids.yaml
-    python $family configs/enwik8.yaml --file .../text.yaml --rows softmax LightNet --lr 1e-3 2e-3
+    python $family configs/enwik8.yaml --file .../text.yaml --rows softmax text_mixer --lr 1e-3 2e-3
 
 The config is one of tasks/image_cls.py, volume_cls.py or text_lm.py, which train one
 network by Lightning. Here a step is replayed from a CUDA graph. Its time is that of a row's first

@@ -155,7 +155,7 @@ def test_wrong_arguments_end_in_a_line(config, run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("config", "held_out", "tested"), [("ImageData", 4, 12), ("ImageFolders", 8, 8)], indirect=["config"]
 )
-def test_images_are_those_of_the_tasks_and_labels_are_smoothed(config, held_out, tested):
+def test_images_are_split_as_by_the_tasks_and_labels_are_smoothed(config, held_out, tested, monkeypatch):
     data = sets.load(config)
     assert data.measures == ("auc", "top1") and data.steps == 8 * (32 // 8 if held_out == 4 else 16 // 8)
     assert {name: len(labels) for name, (_, labels) in data.splits.items()} == {"validation": held_out, "test": tested}
@@ -166,3 +166,5 @@ def test_images_are_those_of_the_tasks_and_labels_are_smoothed(config, held_out,
         config["model"]["label_smoothing"] = smoothing
         loss = sets.load(config).loss(lambda _: likely, x, torch.arange(8) % 2).item()
         assert loss == pytest.approx(smoothing / 2 * 60)  # the wrong class is so unlikely
+    monkeypatch.setattr(data, "test", lambda net, split="test": split)
+    assert data.validate(nn.Identity()) == "validation"

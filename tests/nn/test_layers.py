@@ -126,6 +126,12 @@ def test_mdtpe_in_chunks_is_the_whole(close, shape, options, chunk):
     assert state.shape == size
 
 
+def test_mdtpe_with_padding_on_the_left_is_the_rest_alone(close):
+    tpe, x = MDTPE(1, 6, 8, bidirectional=False), torch.randn(2, 70, 6)
+    mask = torch.arange(70) > torch.tensor([[20], [-1]])
+    close(tpe(x, mask)[0, 21:], tpe(x[:1, 21:])[0], 1e-5)
+
+
 def test_mdtpe_advances_only_in_the_causal_form():
     for dims in (1, 2):  # it sees later frames
         with pytest.raises(ValueError, match=r"advance.*causal=True"):

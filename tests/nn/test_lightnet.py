@@ -106,3 +106,13 @@ def test_key_scale_survives_the_network_initialiser():
         nets.append(NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=1, mixer=mixer))
     for (name, plain), sharp in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
         assert torch.equal((4 if name.endswith("k_proj.weight") else 1) * plain, sharp), name
+
+
+@pytest.mark.parametrize("lrpe", ["rotary", None])
+def test_cross_form_reads_a_source_on_another_grid(close, lrpe):
+    """A target reads the tokens of the source that a mask shows, and no other target."""
+    layer, x = LightNetAttention(32, 2, context_dim=11, lrpe=lrpe), torch.randn(2, 4, 6, 32)
+    context, mask = torch.randn(2, 3, 5, 11), torch.rand(2, 3, 5) < 0.7
+    y = layer(x, context=context, mask=mask)
+    close(layer(x, context=torch.where(mask[..., None], context, 50.0), mask=mask), y, 1e-5)
+    close(layer(x[:1, :1, :1], context=context[:1], mask=mask[:1]).flatten(), y[0, 0, 0], 1e-5)

@@ -85,6 +85,16 @@ def test_the_branch_matters_and_is_counted(name, on):
     assert (m(x) - m.mixer(x)).abs().max() > 1e-3
 
 
+@places
+def test_a_stream_is_the_whole(close, on):
+    m, x = layer("TNL", local=on, radius=2), tokens(9)
+    state, outputs = m.init_state(2), []
+    for start in range(0, 9, 2):
+        y, state = m.advance(x[:, start : start + 2], state, start)
+        outputs.append(y)
+    close(torch.cat(outputs, 1), m(x, causal=True), 1e-9)
+
+
 def test_what_it_cannot():
     m = layer("SoftmaxAttention")
     assert m.state_size is None and not reads_context(m)

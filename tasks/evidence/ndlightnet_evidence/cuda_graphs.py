@@ -33,7 +33,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 class Replay:
     """A function of fixed tensors, replayed from a CUDA graph if there is a card. The function is
-    called three times before the capture; these calls must have no effect on later ones."""
+    called three times before the capture, and what these calls change stays."""
 
     def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
         self.function, self.inputs = function, inputs
@@ -47,6 +47,7 @@ class Replay:
             for _ in range(3):
                 function(*inputs)
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what these calls leave: a capture cannot take it back
             # a loader's thread that pins memory meanwhile would end a "global" capture
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:

@@ -25,7 +25,7 @@ from ndlightnet_evidence import tables
 from ndlightnet_evidence.tables import Run
 
 # options that choose the runs, and do not change how one is done
-CHOICES = ("rows", "family", "tasks", "rates", "seeds", "jobs", "resume", "out", "file")
+CHOICES = ("rows", "tasks", "rates", "seeds", "jobs", "resume", "out", "file")
 _job = threading.local()  # number of the job that this thread does, and how many there are
 
 

@@ -83,6 +83,7 @@ def step(bench: Bench, grid: tuple[int, int, int] = (32, 32, 32), dim: int = 384
         ("training step", "softmax", SoftmaxAttention),
         ("training step", "fla lightnet", rival_kernels.FlaMixer),
         (f"training step{COMPILED}", "ours", ours),
+        ("training step, without local mixing", "ours", partial(ours, local=None)),
     )
     for row, who, mixer in rows:
         case = Case(row, 1, tokens, dim // 64, 64)

@@ -57,7 +57,7 @@ def remarks(cells: Sequence[Run]) -> list[str]:
 
 
 def versions() -> dict[str, str | None]:
-    installed = {package.name: package.version for package in distributions()}
+    installed = {package.name: package.version for package in reversed([*distributions()])}  # the first one is imported
     head = {"python": platform.python_version(), "cuda": torch.version.cuda}
     return {**head, **{name: installed.get(name) for name in PACKAGES}}
 
