@@ -3,6 +3,7 @@
 import ast
 import io
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,13 @@ def test_help_lists_every_task(capsys):
     out = capsys.readouterr().out
     for name, door in command.DOORS.items():
         assert f"  {name}" in out and door.line in out and all(x in out for x in door.commands)
+
+
+def test_python_m_ndlightnet_ends_with_the_status(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ndlightnet", "image_cl"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(command.__file__, run_name="__main__")
+    assert capsys.readouterr().err.startswith("error: image_cl: no such task")
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["video_cls", "--version"]])

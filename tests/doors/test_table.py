@@ -32,7 +32,8 @@ REFUSED = {("causal text", "monai")}
 SLOW = {
     **dict.fromkeys(("trace", "func", "ddp", "fsdp2", "monai", "transformers", "diffusers"), KINDS),
     "timm": {*KINDS, "NDLightNet, 2 axes"},  # which timm makes by its name
-    "compile": {"NDLightNet, 1 axis"},  # the tests of mixers, U-Net and layer compile theirs
+    # of U-Net and causal networks tests/parallel compiles one, of the layer tests/nn/test_multihead.py
+    "compile": {"NDLightNet, 1 axis", "mixer Mamba"},
     **dict.fromkeys(("export", "aoti"), frozenset()),
 }
 # AOTInductor takes minutes for each. All models are exported, which is the graph that it compiles.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +16,11 @@ from torch import Tensor, nn
 from ndlightnet.data.errors import DataError, atomic_write
 from ndlightnet.models.hub import CLASS, VERSION, Pretrained
 from ndlightnet.models.weights import no_checkpoint, read_checkpoint
+from ndlightnet.nn.mixers.names import customs
 
 NAMES = ("names",)
+# arguments of networks, ours and those of other libraries, that change no result of a trained one
+FREE = re.compile("drop|pretrained|weights|checkpoint|cache_dir|progress|scriptable|exportable|no_jit|flash")
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
@@ -39,9 +43,9 @@ def check_checkpoint(path: str, model: L.LightningModule, data: Any, entries: Se
         task = saved.get("task")
     except Exception as error:  # its class depends on what is in the file
         raise DataError(f"{path}: not a checkpoint of ours ({type(error).__name__})") from error
-    for problem in _problems(saved, model, data, entries):
-        if task not in (None, type(model).__name__):
-            raise DataError(f"{path}: the checkpoint of another task, {task}, expected {type(model).__name__}")
+    if problem := next(_problems(saved, model, data, entries), ""):
+        if task not in (None, expected := type(model).__name__):
+            problem = f"the checkpoint of another task, {task}, expected {expected} ({problem})"
         raise DataError(f"{path}: {problem}")
 
 
@@ -82,43 +86,39 @@ def network_difference(net: nn.Module, saved: dict[str, Any] | None, config: dic
     """Return which argument of a network, or its class, has another value in a checkpoint, "" if none has. Weights may
     fit all the same: those behind a stem fit a patch of [2, 8, 8] and of [4, 8, 8].
 
-    saved, config: see `describe`. Rates of dropout may differ, and an argument may say what is its default.
+    saved, config: see `describe`. Rates of dropout, and where other libraries begin and store, may differ.
     """
-    current = describe(net, config)
-    if not saved or not current:
-        return ""
-    names = [name for name in current if name in saved and name != VERSION and "drop" not in name]
-    for name in names:  # the class is the first
-        one, two = saved[name], current[name]
-        if not _equal(one, two) and (None not in (one, two) or _structure(net, name, saved) != _structure(net)):
-            label = "class" if name == CLASS else name
-            return f"the checkpoint of another network: {label} is {one} there, {two} here"
+    current = describe(net, config) or {}
+    for name, value in current.items():  # the class is the first
+        before = (saved or {}).get(name, value)
+        if before == value or name == VERSION or FREE.search(name) or _same(net, {name: before}):
+            continue
+        label = "class" if name == CLASS else name
+        return f"the checkpoint of another network: {label} is {before} there, {value} here"
     return ""
 
 
-def _equal(one: Any, two: Any) -> bool:
-    """Return whether two values mean the same: one for all axes, levels or layers is a list of it, and any `impl` of a
-    mixer computes the same."""
-    if isinstance(one, dict) and isinstance(two, dict):
-        return one.keys() == two.keys() and all(_equal(one[key], two[key]) for key in one if key != "impl")
-    if not isinstance(one, list) or not isinstance(two, list):
-        values, other = (one, two) if isinstance(one, list) else (two, one)
-        return one == two or (isinstance(values, list) and bool(values) and all(_equal(x, other) for x in values))
-    return len(one) == len(two) and all(map(_equal, one, two))
-
-
-def _structure(net: nn.Module, name: str = "", saved: dict[str, Any] | None = None) -> str:
-    """Return what a network is made of, module by module, with the saved value of one argument if given: an argument
-    that is None has a default that follows from others."""
-    changes = {} if saved is None else {name: saved[name]}
+def _same(net: nn.Module, change: dict[str, Any]) -> bool:
+    """Return whether a network of ours computes the same with another value of an argument, such as its default or one
+    number for all axes."""
+    if not isinstance(net, Pretrained) or CLASS in change:
+        return False
+    config = {name: nn.Identity if customs(value) else value for name, value in net.config.items()}  # mixers of a user
     try:
         with torch.device("meta"):
-            built = type(net)(**{**net.config, **changes})  # type: ignore[operator, dict-item]
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # such as a mixer that no name describes
-        return f"{changes}: {error}"
+            current, changed = (_structure(type(net)(**{**config, **new})) for new in ({}, change))
+    except Exception:  # of any constructor, such as for a mixer that no name describes
+        return False
+    return current == changed
+
+
+def _structure(net: nn.Module) -> str:
+    """Return what a network is made of, module by module. Any `impl` of a mixer computes the same."""
     plain = (bool, int, float, str, tuple, list)
-    modules = [(type(m), {k: v for k, v in vars(m).items() if isinstance(v, plain)}) for m in built.modules()]
-    return str((modules, {key: x.shape for key, x in built.state_dict().items()}))
+    modules = [
+        (type(m), {k: v for k, v in vars(m).items() if k != "impl" and isinstance(v, plain)}) for m in net.modules()
+    ]
+    return str((modules, {key: x.shape for key, x in net.state_dict().items()}))
 
 
 def load_initial(path: str, net: nn.Module) -> str:

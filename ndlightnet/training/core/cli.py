@@ -84,14 +84,16 @@ class TaskCLI(LightningCLI):
             raise DataError(f"model: {one_line(error)}") from error
         except (RuntimeError, OSError) as error:  # timm's, for a name or weights that it has not
             raise DataError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
-        net = self._get(self.config, "model.net")
-        arguments = net["init_args"].as_dict() if net.get("init_args") else {}
-        self.model.net_config = {CLASS: net["class_path"], **jsonable(arguments)}
+        if net := self._get(self.config, "model.net"):  # a task may build its own
+            kind, arguments = type(self.model.net), net.as_dict()
+            name = f"{kind.__module__}.{kind.__qualname__}"  # a class may be imported from several modules
+            options = {**arguments.get("init_args", {}), **arguments.get("dict_kwargs", {})}
+            self.model.net_config = {CLASS: name, **jsonable(options)}
 
     def _check_source(self) -> None:
         """Raise DataError if the data do not exist; it names the config that says how to get them."""
         source = getattr(self.datamodule, "source", None)
-        if self.subcommand not in ("fit", "validate", "test") or source is None or source.exists():
+        if self.subcommand not in ("fit", "validate", "test") or not isinstance(source, Path) or source.exists():
             return
         files = [str(file) for file in self._get(self.config, "config") or []]
         heads = [file for file in files if Path(file).is_file() and "# Data:" in Path(file).read_text("utf-8")]
@@ -135,7 +137,7 @@ class TaskCLI(LightningCLI):
             raise DataError(f"{self.datamodule.root}: validate: there is nothing to validate with")
 
     def _note_finished(self, path: str) -> None:
-        """Print a note if a training that is resumed has no epoch left; its config stays."""
+        """Print a note if a training that is resumed has no epoch left."""
         loops = torch.load(path, map_location="meta", weights_only=True)["loops"]
         epochs = loops["fit_loop"]["epoch_progress"]["current"]["processed"]
         trainer: Any = self.trainer
@@ -288,10 +290,10 @@ def run(
         if commands and words[:1] in (["-h"], ["--help"]):
             print(f"Beside the subcommands below: {', '.join(commands)}; each takes --help.\n")
         streams = hasattr(getattr(task, "trainer_class", L.Trainer), "stream")
-        names = ["fit", "validate", "test", "predict", *["stream"] * streams]
-        if words and words[0] in names:
+        trainings = ["fit", "validate", "test", "predict", *["stream"] * streams]
+        if words and words[0] in trainings:
             expect_config(words, default)
-        names += commands or {}
+        names = [*trainings, *(commands or {})]
         if words and words[0] not in names and not words[0].startswith("-"):
             wrong = f"{words[0]}: no such command{did_you_mean(words[0], names)}"
             print(f"error: {printable(wrong)}", file=sys.stderr)

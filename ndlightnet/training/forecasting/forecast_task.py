@@ -36,7 +36,7 @@ class ForecastTask(Task):
 
     saved = (*Task.saved, "cost", "scale")
     measures = "step"
-    monitor = "val_score"  # the best checkpoint has the highest
+    monitor = "val_score"
 
     def setup(self, stage: str) -> None:
         data = self.data()

@@ -61,7 +61,7 @@ class GenerationTask(Task):
     saved = (*Task.saved, "cost", "space", "prediction")
     measures = "step"
     only_float32 = True
-    monitor = "val_score"  # the best checkpoint has the highest
+    monitor = "val_score"
 
     def __init__(
         self,

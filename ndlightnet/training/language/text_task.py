@@ -34,7 +34,7 @@ class TextTask(Task):
 
     saved = (*Task.saved, "cost")
     measures = "step"
-    monitor = "val_score"  # the best checkpoint has the highest
+    monitor = "val_score"
 
     def __init__(self, net: nn.Module, lr: float = 1e-3, weight_decay: float = 0.1, **kwargs: Any) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)

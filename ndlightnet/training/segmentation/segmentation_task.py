@@ -51,7 +51,7 @@ class SegmentationTask(Task):
     saved = (*Task.saved, "cost", "ema_dice")
     measures = "epoch"
     only_float32 = True
-    monitor = "ema_dice"  # chooses the best checkpoint
+    monitor = "ema_dice"
     grid_parallel = True
 
     def __init__(

@@ -248,8 +248,12 @@ def test_padded_to_a_patch_with_places_of_each_class(cases, tmp_path, cached, mo
     monkeypatch.setattr(cache, "KEPT_PER_CLASS", 100)
     folder = str(tmp_path / "cache") if cached else None
     data = cached_volumes(cases, Prepare([CT]), 4, (16, 8, 24), 2, folder)
-    for item, shape in zip((data[i] for i in range(3)), [(30, 26, 24), (18, 33, 24), (16, 8, 24)], strict=True):
-        assert item["image"].shape == item["label"].shape == (1, *shape)
+    shapes = [(30, 26, 24), (18, 33, 24), (16, 8, 24)]
+    for case, item, shape in zip(cases, map(data.__getitem__, range(3)), shapes, strict=True):
+        prepared = Prepare([CT])(Volume.read(case))  # and then padded with zeros
+        for key in ("image", "label"):
+            assert item[key].shape == (1, *shape)
+            assert torch.equal(item[key].as_tensor(), cache.padded(prepared[key], (16, 8, 24)).as_tensor())
         flat = item["label"].as_tensor().flatten()
         assert [len(places) for places in item["places"]] == [len(item["places"][0]), 0, 1]
         assert 50 < len(item["places"][0]) <= 100

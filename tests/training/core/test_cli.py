@@ -1,6 +1,7 @@
 """What stays on the screen."""
 
 import logging
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from ndlightnet import NDLightNet
 from ndlightnet.__main__ import CONFIGS, DOORS, door
 from ndlightnet.data.errors import DataError
-from ndlightnet.training import HandwrittenDigits, SeriesData, SignalData, TextData, VolumeFolders
+from ndlightnet.training import HandwrittenDigits, ImageTask, SeriesData, SignalData, TextData, VolumeFolders
 from ndlightnet.training.core import cli
 from ndlightnet.training.core.cli import TaskCLI, quiet
 from ndlightnet.training.core.options import expect_config
@@ -121,3 +123,15 @@ def test_data_that_are_made_need_not_exist():
 def test_configs_say_where_their_data_come_from():
     for file in CONFIGS.glob("*.yaml"):
         assert "\n# Data: " in file.read_text(), file
+
+
+def test_a_task_that_builds_its_own_network(tmp_path, monkeypatch):
+    class Own(ImageTask):
+        def __init__(self, width: int = 8) -> None:
+            super().__init__(NDLightNet(2, 1, 10, patch_size=4, embed_dim=width, depth=1))
+
+    monkeypatch.setattr(sys, "argv", ["task.py"])
+    arguments = [f"--trainer.default_root_dir={tmp_path}", "--model.width=16"]
+    data = "--data=ndlightnet.training.HandwrittenDigits"
+    task = TaskCLI(Own, HandwrittenDigits, run=False, args=[data, *arguments]).model
+    assert task.net.embed_dim == 16 and task.net_config is None

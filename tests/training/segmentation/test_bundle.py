@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -156,15 +157,19 @@ def bundle_command(folder: Path, *words: str) -> None:
 
 
 @pytest.mark.slow
-def test_monai_runs_it_from_anywhere(channels, tmp_path):
-    """In a process of its own, on the scans' own grids."""
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_monai_runs_it_from_anywhere(channels, tmp_path, fresh):
+    """In a process of its own, also in one that has loaded nothing before, on the scans' own grids."""
     pytest.importorskip("ignite", reason="pytorch-ignite runs bundles")
     pytest.importorskip("fire", reason="the command line of monai.bundle")
     root, predictions = exported(channels, tmp_path), predicted(channels, tmp_path)
     config, scans = root / "configs" / "inference.json", channels.parent / "scans" / "imagesTs"
     options = {"bundle_root": root, "config_file": config, "dataset_dir": scans}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    assert run_forked(tmp_path / "log", bundle_command, tmp_path, "run", *words) == [0]
+    if fresh:
+        subprocess.run([sys.executable, "-m", "monai.bundle", "run", *words], cwd=tmp_path, check=True)
+    else:
+        assert run_forked(tmp_path / "log", bundle_command, tmp_path, "run", *words) == [0]
     assert compare(predictions / "c2.nii.gz", root / "eval" / "c2_0000_seg.nii.gz") == (0, 13 * 11 * 9)
 
 

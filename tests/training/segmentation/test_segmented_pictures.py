@@ -59,6 +59,10 @@ def test_fit_test_predict(segment, tmp_path):
     dice = 2 * (labels & truth).sum() / (labels.sum() + truth.sum())
     assert dice == pytest.approx(metrics["mean_dice"], abs=1e-5)  # in place, not mirrored
     assert (out / "predictions" / "c2.png").is_file()  # the picture of the case
+    Image.open(root / "imagesTs" / "c2_0000.png").save(tmp_path / "c2.tif")
+    segment("predict", **places, ckpt=last(out), input=tmp_path / "c2.tif").well()
+    with Image.open(out / "predictions" / "labels" / "c2.tif") as image:
+        np.testing.assert_array_equal(np.array(image), labels)
 
 
 def test_cases_are_read_as_they_lie(tmp_path):
