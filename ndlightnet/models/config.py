@@ -121,8 +121,8 @@ def recorded(init: Init) -> Init:
             raise ValueError(f"dtype={dtype!r}: expected a torch.dtype, such as torch.float32")
         for name in more:
             if name not in full.parameters:
-                hint = did_you_mean(name, list(full.parameters)[1:])
-                raise TypeError(f"{type(self).__name__} has no argument {name}{hint}")
+                network, names = init.__qualname__.split(".")[0], list(full.parameters)[1:]  # not that of a subclass
+                raise TypeError(f"{network} has no argument {name}{did_you_mean(name, names)}")
         with nullcontext() if device is None else torch.device(device):
             init(self, *args, **more)
         if dtype is not None:
