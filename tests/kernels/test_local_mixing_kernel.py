@@ -82,7 +82,8 @@ def test_taps_of_a_box_take_one_pass():
         at = _triton.where(layout, offsets, x.device)
         dx, dweight = kernels.backward(x, x, weight, None, at.shape, None, at.back_box, offsets)
         assert (dx is not None) == one and dweight.shape == weight.shape
-    check(x, weight, offsets, layout, torch.rand(x.shape[:2], device=DEVICE) > 0.3)
+    for mask in (None, torch.rand(x.shape[:2], device=DEVICE) > 0.3):
+        check(x, weight, offsets, layout, mask)
 
 
 def test_any_offsets():

@@ -169,11 +169,11 @@ def test_a_prefill_far_out_and_its_steps_agree(close):
             out, state = ops.attention_step(*token, state, position=place, impl="triton")
             outs.append(out)
         place = ops.Position(theta, (6,), offset=(start,))
-        whole, after = ops.causal_attention(q, k, v, position=place, impl="triton")
+        expected, after = ops.causal_attention(q, k, v, position=place, impl="triton")
         source = ops.summarize(k, v, position=place, impl="triton")
         exact = ops.summarize(k.double(), v.double(), position=place)
         for one in (state, after, source):  # keys and features are rounded to 16 bits
             scale = (one.max.double() - exact.max).exp()
             scale = torch.cat([scale, scale], -1)[..., None]
             close(scale * one.memory, exact.memory, 2 * 2.0**-8)
-        close(torch.stack(outs, 1), whole, 4 * 2.0**-8)
+        close(torch.stack(outs, 1), expected, 4 * 2.0**-8)

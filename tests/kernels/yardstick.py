@@ -46,8 +46,8 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
         return {"out": ops.global_attention(q, k, v, mask=mask, position=place, impl=impl)}
     if form == "cross":
         state = ops.summarize(k, v, mask=mask, position=place, impl=impl)
-        there = None if place is None else ops.Position(place.theta, c.target, c.kind)
-        return {"out": ops.read(q, state, position=there, impl=impl)}
+        target = None if place is None else ops.Position(place.theta, c.target, c.kind)
+        return {"out": ops.read(q, state, position=target, impl=impl)}
     if form == "causal":
         out, state = ops.causal_attention(
             q, k, v, mask=mask, position=place, state=state, forget=problem.fade(), impl=impl
@@ -63,19 +63,19 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
     out = []
     for i, j in pairwise(cuts):
         first = i if place is None or place.offset is None else i + place.offset[0]
-        there = None if place is None else ops.Position(place.theta, (j - i,), c.kind, offset=(first,))
+        shifted = None if place is None else ops.Position(place.theta, (j - i,), c.kind, offset=(first,))
         x, y, keep = k[:, i:j], v[:, i:j], None if mask is None else mask[:, i:j]
         if form == "merged":
-            part = ops.summarize(x, y, mask=keep, position=there, impl=impl)
+            part = ops.summarize(x, y, mask=keep, position=shifted, impl=impl)
             state = part if state is None else ops.merge(state, part)
         elif form == "segments":
-            options = {"mask": keep, "position": there, "forget": problem.fade(), "impl": impl}
+            options = {"mask": keep, "position": shifted, "forget": problem.fade(), "impl": impl}
             now, state = ops.causal_attention(q[:, i:j], x, y, state=state, **options)
             out.append(now)
         else:
             if state is None:
                 state = ops.State.empty(c.batch, c.heads, c.dim, c.value_dim, place is not None, device=k.device)
-            now, state = ops.attention_step(q[:, i], x[:, 0], y[:, 0], state, position=there, impl=impl)
+            now, state = ops.attention_step(q[:, i], x[:, 0], y[:, 0], state, position=shifted, impl=impl)
             out.append(now[:, None])
     outputs = {"out": torch.cat(out, 1)} if out else {}
     return outputs | state._asdict()

@@ -113,7 +113,7 @@ def test_autocast_is_close_to_float32(make, inputs):
         actual = outputs(net, xs)
         grads = gradients(net.train(), xs)
     for y, z in zip(actual, expected, strict=True):
-        assert (y - z).norm() < 30 * 2**-9 * z.norm()
+        assert (y - z).abs().max() < 30 * 2**-9 * z.abs().max()
     assert all(g.isfinite().all() for g in grads.values())
 
 

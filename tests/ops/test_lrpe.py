@@ -121,14 +121,14 @@ def test_scores_depend_on_the_offset_vector_and_on_every_axis(close, shape, kind
 def test_start_places_a_segment(close, at, kind):
     q, k, v = sample(70)
     theta = random_theta(9 if kind == "cosine" else 4)
-    expected, whole = ops.causal_attention(q, k, v, position=ops.Position(theta, (70,), kind))
+    expected, final = ops.causal_attention(q, k, v, position=ops.Position(theta, (70,), kind))
     state, outputs = None, []
     for part in (slice(0, at), slice(at, 70)):
         place = ops.Position(theta, (part.stop - part.start,), kind, offset=(torch.tensor(part.start),))
         y, state = ops.causal_attention(q[:, part], k[:, part], v[:, part], position=place, state=state)
         outputs.append(y)
     close(torch.cat(outputs, 1), expected, 1e-10)
-    close(state.memory, whole.memory, 1e-10)
+    close(state.memory, final.memory, 1e-10)
     assert state.memory.shape[-2] == 18 and state.sum.shape[-1] == 9
 
 

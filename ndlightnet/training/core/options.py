@@ -25,6 +25,7 @@ def check(argument: str, value: object, good: bool, expected: str) -> None:
 
 
 PLANNED = "runs/NAME/plan.yaml"  # an example of a config, which `plan` writes
+HELP = re.compile(r"--([\w.]+\.)?help\b")  # also --data.help=CLASS
 
 
 class OneLine:
@@ -63,9 +64,10 @@ def shortened(message: str) -> str:
     if unknown := re.search(r"class_path '([\w.]+)': Option '(\w+)' is not accepted", line):
         path, name = unknown.groups()
         source: Any = locate(path)
-        names: Iterable[str] = signature(source).parameters
         if isclass(source):  # with those that **kwargs pass on
-            names = ArgumentParser().add_class_arguments(source, fail_untyped=False)
+            names: Iterable[str] = ArgumentParser().add_class_arguments(source, fail_untyped=False)
+        else:
+            names = signature(source).parameters
         return f"{option}.{name}: {path} has no such argument{did_you_mean(name, names)}"
     inner = line[max(line.rfind("Parser key"), 0) :]  # what follows its value is of the options around it
     value = re.search(r"(?:Got value|Given value|path string): (.*?)(?: - |$)", inner)
@@ -82,7 +84,7 @@ def shortened(message: str) -> str:
 def expect_config(words: list[str], example: Path | str) -> None:
     """Raise DataError if a command and its options name neither a config nor a network. example: a config."""
     options = ("-c", "--config", "--model.net", "--model=", "-h", "--print_config")
-    named = "--model" in words or any(word.startswith(options) or "help" in word.partition("=")[0] for word in words)
+    named = "--model" in words or any(word.startswith(options) or HELP.match(word) for word in words)
     path = Path(example)
     path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     check(words[0], "got no config", named, f"one, such as --config {path}")

@@ -148,8 +148,8 @@ def test_what_changes_no_result_may_differ():
     saved = net.description()
     del saved["mixer"]["LightNetAttention"]["forget"]
     assert network_difference(net, saved) == ""
-    here, there = ({"_class_name": "torch.nn.Flatten", "pretrained": x, "use_checkpoint": x} for x in (True, False))
-    assert network_difference(nn.Flatten(), there, here) == ""
+    command, stored = ({"_class_name": "torch.nn.Flatten", "pretrained": x, "use_checkpoint": x} for x in (True, False))
+    assert network_difference(nn.Flatten(), stored, command) == ""
 
 
 def test_a_checkpoint_of_another_task(tmp_path):

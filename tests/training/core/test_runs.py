@@ -192,7 +192,7 @@ def test_a_folder_stands_for_its_best_checkpoint(tmp_path):
         loaded, path = load_network(tmp_path)
         assert path == folder / f"{name}.ckpt"
         assert all(torch.equal(x, weights[key]) for key, x in loaded.state_dict().items())
-    other = NDLightNet(**options, tpe=False).description()
-    torch.save({"state_dict": {f"net.{key}": x for key, x in weights.items()}, "network": other}, path)
+    without_tpe = NDLightNet(**options, tpe=False).description()
+    torch.save({"state_dict": {f"net.{key}": x for key, x in weights.items()}, "network": without_tpe}, path)
     with pytest.raises(DataError, match=r"config\.yaml: not the network of .*: tpe is False there, True here"):
         load_network(tmp_path)

@@ -112,11 +112,11 @@ def test_features_of_a_checkpoint(tmp_path):
     with pytest.raises(DataError, match=r"model\.features_checkpoint: .*no such checkpoint"):
         load_features(None, str(tmp_path / "missing.ckpt"))
     for options in ({"num_classes": 4}, {"tpe_bidirectional": False}):  # the second has weights of the same shapes
-        other = NDLightNet(
+        changed = NDLightNet(
             **{"dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 2, "embed_dim": 16, "depth": 1} | options
         )
         with pytest.raises(DataError, match=f"another network: {next(iter(options))} is"):
-            load_features(other, str(path))
+            load_features(changed, str(path))
 
 
 def test_a_copy_of_a_training_sample_is_at_distance_0():

@@ -179,9 +179,9 @@ def test_monai_exports_it(to, channels, tmp_path):
     """TorchScript from a trace: MONAI scripts no class of ours."""
     root, path, shape = exported(channels, tmp_path), tmp_path / f"model.{to}", [1, 2, 13, 11, 9]
     files = {"ckpt_file": root / "models" / "model.pt", "config_file": root / "configs" / "inference.json"}
-    given = {name: str(file) for name, file in {**files, "bundle_root": root, "filepath": path}.items()}
+    arguments = {name: str(file) for name, file in {**files, "bundle_root": root, "filepath": path}.items()}
     write = {"ts": ckpt_export, "onnx": onnx_export}[to]
-    write(net_id="network_def", use_trace=True, input_shape=shape, **given)
+    write(net_id="network_def", use_trace=True, input_shape=shape, **arguments)
     net = parser_of(root).get_parsed_content("network_def").eval()
     net.load_state_dict(torch.load(files["ckpt_file"], weights_only=True))
     x = torch.rand(shape)
