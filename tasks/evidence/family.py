@@ -64,6 +64,9 @@ class Study:
 
     def begin(self, row: dict[str, Any], seed: int) -> Steps:
         """Return the steps of a row's network with the weights of a seed."""
+        if torch.cuda.is_available():
+            gc.collect()  # networks and graphs of earlier runs, which reference each other: no worker may free them
+            torch.cuda.empty_cache()
         model = self.config["model"]
         torch.manual_seed(seed)  # of weights and drop path
         net = catalogue.network(model["net"], row).to(runner.device()).train()
@@ -79,17 +82,14 @@ class Study:
 
     def measure(self, row: dict[str, Any], seed: int) -> float:
         """Return the milliseconds of a row's step, on a network that serves for nothing else."""
-        first, *batches = self.data.batches(seed, 1 + TIMED)
         steps = self.begin(row, seed)
+        first, *batches = self.data.batches(seed, 1 + TIMED)
         steps(0.0, *first)  # captures the graph
         return 1e3 * statistics.median(seconds(partial(steps, 0.0, *batch)) for batch in batches)
 
     def run(self, spec: Run) -> Run:
         """Train as the tasks do (AdamW, warm-up, cosine, clipping), and test."""
         row, seed, data, o = self.rows[spec["row"]], spec["seed"], self.data, self.o
-        if torch.cuda.is_available():
-            gc.collect()  # networks and graphs of earlier runs, which reference each other
-            torch.cuda.empty_cache()
         first = spec["row"] not in self.step_ms
         if first:
             self.step_ms[spec["row"]] = self.measure(row, seed)

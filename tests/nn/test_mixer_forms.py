@@ -50,6 +50,13 @@ def test_a_mixer_keeps_the_shape_trains_every_parameter_and_mixes_all_tokens_of_
         assert grad(tokens[0, t].square().sum(), x, retain_graph=True)[0][0].any(-1).all()
 
 
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "Identity"])  # it has no weights
+@pytest.mark.parametrize("dim", [0, -8])
+def test_a_width_without_channels_is_refused(name, dim):
+    with pytest.raises(ValueError, match=rf"^dim={dim}: expected an int >= 1$"):
+        getattr(mixers, name)(dim)
+
+
 @every
 @grids
 def test_causal_gradients_to_later_frames_are_exactly_zero(name, shape):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ndlightnet.layout import Grid, Layout
+from ndlightnet.layout.abstract import check_integers
 from ndlightnet.nn.initial import Device, Initialized, Space
 from ndlightnet.nn.mixers.names import catalogue_name, named_mixer, unwrapped
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
@@ -221,6 +222,7 @@ _FACTORY = (
 def default_heads(dim: int, heads: int | None, width: int = 64) -> tuple[int, int]:
     """Return (heads, head_dim). Default: the largest number of heads that divides `dim` with
     `width` channels or more each, at least 1."""
+    check_integers(1, dim=dim)
     if heads is None:
         heads = max(h for h in range(1, max(1, dim // width) + 1) if dim % h == 0)
     if heads < 1 or dim % heads:

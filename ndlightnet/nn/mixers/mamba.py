@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndlightnet.layout.abstract import check_integers
 from ndlightnet.nn.initial import Device, assign
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self, init_dt_bias, short_conv
 from ndlightnet.ops.dtypes import accumulator
@@ -48,6 +49,7 @@ class Mamba(Recurrent):
 
     def __init__(self, dim: int, state: int = 16, *, scan: Scan = "both") -> None:
         super().__init__(scan)
+        check_integers(1, dim=dim)
         inner, self.rank, self.state = EXPAND * dim, math.ceil(dim / 16), state
         self.width = 2 * inner
         self.in_proj = nn.Linear(dim, 2 * inner, bias=False)

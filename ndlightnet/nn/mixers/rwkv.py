@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.layout.abstract import check_integers
 from ndlightnet.nn.initial import Device, assign
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan
 from ndlightnet.ops.dtypes import accumulator
@@ -38,6 +39,7 @@ class RWKV4(Recurrent):
 
     def __init__(self, dim: int, *, scan: Scan = "both") -> None:
         super().__init__(scan)
+        check_integers(1, dim=dim)
         self.width = dim
         self.decay, self.bonus, self.mix_k, self.mix_v, self.mix_r = (nn.Parameter(torch.empty(dim)) for _ in range(5))
         self.r_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))

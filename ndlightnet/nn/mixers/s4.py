@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndlightnet.layout.abstract import check_integers
 from ndlightnet.nn.initial import Device, assign
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self
 from ndlightnet.ops.dtypes import accumulator
@@ -31,6 +32,7 @@ class S4(Recurrent):
 
     def __init__(self, dim: int, state: int = 64, *, scan: Scan = "both") -> None:
         super().__init__(scan)
+        check_integers(1, dim=dim)
         self.width = dim
         self.state = state
         pairs = (dim, ssm.pairs(state))
