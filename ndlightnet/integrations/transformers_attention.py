@@ -76,15 +76,11 @@ def replacement(name: str, module: nn.Module, model: nn.Module, options: Options
     config: Any = module.config
     old = {name: layer for name in "qkvo" if (layer := _projection(module, name)) is not None}
     prefix, grid = options.prefix, options.grid
-    # the tokens of masked pretraining fill no grid
-    if not any("PreTraining" in type(outer).__name__ for outer in around(name, model)):
-        network_grid, network_prefix = _grid(module), PREFIX.get(type(module).__name__, 0)
-        if grid is None:
-            prefix, grid = network_prefix, network_grid
-            if grid is not None and (reason := options.contradiction(grid, prefix)):
-                return Refusal(reason)
-        elif network_grid is not None:  # of images of another size
-            prefix = prefix or network_prefix
+    network_grid, masked = _grid(module), any("PreTraining" in type(outer).__name__ for outer in around(name, model))
+    if network_grid is not None and not masked:  # the tokens of masked pretraining fill no grid
+        grid, prefix = grid or network_grid, PREFIX[type(module).__name__]  # another grid: of images of another size
+        if reason := options.contradiction(grid, prefix):
+            return Refusal(reason)
     tokens = options.tokens(
         old["q"].in_features,
         _heads(module),

@@ -68,12 +68,12 @@ def windows(o: Namespace) -> Iterator[Run]:
     for row in o.nets:
         net = NETS[row]().cuda().eval()
         for window in (None, [WINDOW] * 3):
-            run: Run = {"row": row, "side": LARGE, "window": WINDOW if window else "whole"}
             try:
                 with autocast():
-                    yield {**run, **costs(partial(predict_labels, net, image, window))}
+                    result = costs(partial(predict_labels, net, image, window))
             except RuntimeError as error:  # also of a convolution that is too large
-                yield {**run, "error": str(error).splitlines()[0][:100]}
+                result = {"error": str(error).splitlines()[0][:100]}
+            yield {"row": row, "side": LARGE, "window": WINDOW if window else "whole", **result}
 
 
 def out_of_core(o: Namespace) -> Iterator[Run]:

@@ -51,6 +51,7 @@ def smp(case: Case, tmp_path: Path) -> None:
     decoder = {"readout": "ignore", "intermediate_channels": (8, 8), "fusion_channels": 8}
     options |= encoder | {f"decoder_{name}": value for name, value in decoder.items()}
     net = segmentation_models_pytorch.DPT(f"tu-{NAME}", classes=3, **options).eval()
+    assert not net.encoder.is_fixed_input_size
     for at in (0, 2):
         (x,) = case.inputs(at, batch=1)
         x = x[..., : x.shape[2] // 8 * 8, : x.shape[3] // 8 * 8]  # sizes that its decoder can join

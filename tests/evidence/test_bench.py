@@ -83,18 +83,31 @@ def test_all_groups_have_their_rows_and_floors(bench, monkeypatch, tmp_path):
     operator_rows.tpe(bench, grid=(2, 3, 4), dim=4, states=(4,))
     assert [c for c in bench.cells if c["who"] in ("compile", "fla linear", "fla two scans") and c["ms"]] == []
     bench.minutes = 99
+    options = set()
+
+    def recorded(call):
+        def record(*inputs, **keywords):
+            options.add(frozenset(name for name in keywords if name != "impl" and keywords[name] is not None))
+            return call(*inputs, **keywords)
+
+        return record
+
+    for name in ("global_attention", "axis_causal_attention"):
+        monkeypatch.setattr(attention_rows, name, recorded(getattr(attention_rows, name)))
     attention_rows.frames(bench, grid=(3, 2, 2), heads=1, dim=8)
     attention_rows.packs(bench, "large", [(2, 2, 2), (1, 4, 2)], heads=2, dim=64)
     attention_rows.packs(bench, "small", [(2, 2, 1)] * 3, heads=2, dim=64)
+    expected = ([], ["position"], ["window"], ["layout"], ["layout", "position"])
+    assert options == {frozenset(names) for names in expected}  # each row times what it says
     operator_rows.local(bench, shapes=(("star", 1, (2, 3), 4), ("dense", 1, (2,) * 4, 4)))
     operator_rows.norm(bench, shape=(2, 3, 4, 5))
     drawn = [operator_rows._inputs(bench, (2, 3, 4), (3,), (3,), residual=more) for more in (False, True)]
     assert [[x.shape for x in xs] for xs in drawn] == [[(2, 3, 4), (3,), (3,)], [(2, 3, 4), (3,), (3,), (2, 3, 4)]]
     operator_rows.decode(bench, batch=2, heads=1, dim=8)
-    network_rows.stream(bench, size=32, dim=64, depth=1, frames=50, at_once=2)
+    network_rows.stream(bench, size=32, dim=64, depth=1, frames=100, at_once=1)
     network_rows.draw_stream(bench.facts, tmp_path / "stream.png")
     assert (tmp_path / "stream.png").stat().st_size > 5_000
-    marks = {f"{network_rows.FACT} {n}, {name}" for n in range(2, 51, 2) for name in ("all frames", "window 16")}
+    marks = {f"{network_rows.FACT} {n}, {name}" for n in range(2, 101, 2) for name in ("all frames", "window 16")}
     assert {fact for fact in bench.facts if fact.startswith(network_rows.FACT)} == marks
     network_rows.step(bench, grid=(2, 2, 2), dim=64, depth=1)
     network_rows.generation(bench, side=16, batch=2, dim=64, depth=1)

@@ -159,8 +159,10 @@ def test_images_are_split_as_by_the_tasks_and_labels_are_smoothed(config, held_o
     data = sets.load(config)
     assert data.measures == ("auc", "top1") and data.steps == 8 * (32 // 8 if held_out == 4 else 16 // 8)
     assert {name: len(labels) for name, (_, labels) in data.splits.items()} == {"validation": held_out, "test": tested}
-    ((x, _),) = data.batches(0, 1)
+    ((x, labels),) = data.batches(0, 1)
     assert x.dtype == torch.float32 and x.shape == (8, *data.splits["test"][0].shape[1:])
+    if held_out == 8:  # photographs, augmented as in their task: classes are mixed
+        assert labels.shape == (8, 2) and torch.allclose(labels.sum(1), torch.ones(8))
     likely = nn.functional.one_hot(torch.arange(8) % 2, 2).float() * 60
     for smoothing in (0.0, 0.4):
         config["model"]["label_smoothing"] = smoothing

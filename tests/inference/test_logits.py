@@ -17,13 +17,15 @@ def test_windows_have_the_shape_asked_for_and_overlap():
         return x
 
     image = torch.arange(2 * 10.0 * 6 * 4).reshape(2, 1, 10, 6, 4)
-    torch.testing.assert_close(predict_volume(net, image, (6, 6, 4), 0.5), image, rtol=1e-5, atol=1e-4)
-    assert all(x.shape[1:] == (1, 6, 6, 4) for x in windows)
-    assert sum(len(x) for x in windows) == 2 * 3  # from 0, 3 and 4
+    for overlap, count in ((0.5, 3), (0.25, 2)):  # from 0, 3 and 4; from 0 and 4
+        windows.clear()
+        torch.testing.assert_close(predict_volume(net, image, (6, 6, 4), overlap), image, rtol=1e-5, atol=1e-4)
+        assert all(x.shape[1:] == (1, 6, 6, 4) for x in windows)
+        assert sum(len(x) for x in windows) == 2 * count
     # where an axis is shorter than the window, it is padded and cut back
     torch.testing.assert_close(predict_volume(net, image, (8, 8, 8), 0.25), image, rtol=1e-5, atol=1e-4)
     windows.clear()
-    assert torch.equal(predict_volume(net, image), image) and sum(map(len, windows)) == 2
+    assert torch.equal(predict_volume(net, image), image) and [x.shape for x in windows] == [image.shape]
 
 
 @pytest.mark.parametrize("window", [None, (4, 4, 4)])

@@ -156,6 +156,8 @@ def test_what_cannot_be_replaced_is_named(make: Any, mixer: Any, reason: str) ->
 def test_prefixes_and_second_calls_that_change_nothing_are_named() -> None:
     with pytest.raises(ValueError, match=r"its network has a grid \(3, 3\) and prefix 1, and grid=None, prefix=2"):
         replace_attention(vit(), prefix=2)
+    with pytest.raises(ValueError, match=r"its network has a grid \(9, 1\) and prefix 1, and grid=\(9, 1\), prefix=2"):
+        replace_attention(vit(), grid=(9, 1), prefix=2)
     for options in ({"grid": (9, 1)}, {"grid": (9, 1), "prefix": 1}):
         assert "a grid (9, 1) behind 1 token" in str(replace_attention(vit(), **options))
     for model, again in ((vit(), None), (unet(), None), (unet(), mixers.GLA)):

@@ -220,18 +220,20 @@ def test_causal_forms_take_no_boxes():
 @pytest.mark.parametrize("arrangement", [*GRIDS, *PACKS, *SLABS, *PACKS_OF_SLABS], ids=lambda one: one.name)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_is_not_finite_stays_where_it_is_seen(name, arrangement):
-    """NaN in the last frame of each sample but the first reaches no other sample and, in causal forms, no earlier
-    frame."""
+    """NaN in the last frame of each sample but the first, or but the last, does not reach that one and, in causal
+    forms, no earlier frame."""
     operation = OPERATIONS[name]
     samples, weights = draw(operation, arrangement.shapes)
-    bad = {key: [x.clone() for x in each] for key, each in samples.items()}
-    for x in chain(*(each[1:] for each in bad.values())):
-        x[-1:] = torch.nan
-    actual, expected = (apply(operation, arrangement, x, None, weights) for x in (bad, samples))
-    torch.testing.assert_close(actual[0], expected[0])
-    for ours, theirs in zip(actual, expected, strict=True):
-        if "causal" in name:
-            torch.testing.assert_close(ours[:-1], theirs[:-1])
+    expected = apply(operation, arrangement, samples, None, weights)
+    for clean in (0, len(expected) - 1):
+        bad = {key: [x.clone() for x in each] for key, each in samples.items()}
+        for x in chain(*(each[:clean] + each[clean + 1 :] for each in bad.values())):
+            x[-1:] = torch.nan
+        actual = apply(operation, arrangement, bad, None, weights)
+        torch.testing.assert_close(actual[clean], expected[clean])
+        for ours, theirs in zip(actual, expected, strict=True):
+            if "causal" in name:
+                torch.testing.assert_close(ours[:-1], theirs[:-1])
 
 
 @pytest.mark.parametrize("arrangement", [*GRIDS, *PACKS, *SLABS, *PACKS_OF_SLABS, *BOXES], ids=lambda one: one.name)

@@ -10,7 +10,7 @@ import torch
 
 from ndlightnet import MultiheadAttention, NDLightDiT, NDLightNet, NDLightUNet, mixers, ops, pack
 from ndlightnet.models import Forecaster
-from ndlightnet.nn import MDTPE, DropPath, Patchify
+from ndlightnet.nn import MDTPE, Block, DropPath, Patchify
 from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention
 from ndlightnet.nn.mixers.recurrent import Recurrent
 from ndlightnet.ops import causal_attention, read, summarize
@@ -86,7 +86,7 @@ ARGUMENTS = [
     *((partial(mixers.WindowAttention, 12), {"window": w}, "window=") for w in (0, -1, (), (3, 0), 2.5, (2, 2.5))),
     (partial(mixers.LrpeAttention, 16), {"core": "dct"}, "core='dct': expected"),
     (partial(mixers.CosformerAttention, 16), {"reach": 0}, "reach=0: expected"),
-    *((partial(delta, 16), {"dt_min": 0.1, "dt_max": 0.01}, "expected 0 < dt_min <= dt_max") for delta in DELTAS),
+    *((partial(delta, 16), {"dt_min": 0.1, "dt_max": 0.01}, "dt_min=0.1, dt_max=0.01: expected") for delta in DELTAS),
     *((partial(kind, 16), {"scan": "spiral"}, "scan='spiral'") for kind in SCANS),
     *((DropPath, {"p": value}, "drop_path=") for value in (-0.1, 1.0)),
     *((partial(MDTPE, 1, 6), {"states": value}, "states=") for value in (0, 3, -2)),
@@ -160,6 +160,7 @@ def test_methods_that_a_network_cannot_offer():
             "causal=True with lrpe='rotary'",
         ),
         (lambda: image().init_state(2), "causal=False: expected a causal network"),
+        (lambda: Block(8, SoftmaxAttention).advance(zeros(2, 1, 8), None, 0), "SoftmaxAttention has no method advance"),
         (lambda: image(causal=True, mixer="SoftmaxAttention").stream(), "SoftmaxAttention has no method advance"),
         (lambda: image(causal=True).advance(zeros(2, 3), image(causal=True).init_state(2)), r"input \(2, 3\)"),
         (lambda: image().reset_classifier(3, "max"), "global_pool='max': expected 'avg', '' or None"),

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import grad
 
 from ndlightnet.layout import Grid
-from ndlightnet.nn.mixers import WithLocal
+from ndlightnet.nn.mixers import LightNetAttention, WithLocal
 from ndlightnet.nn.mixers.base import reads_context
 
 from .mixer_cases import CATALOGUE, build
@@ -86,8 +86,9 @@ def test_the_branch_matters_and_is_counted(name, on):
 
 
 @places
-def test_a_stream_is_the_whole(close, on):
-    m, x = layer("TNL", local=on, radius=2), tokens(9)
+@pytest.mark.parametrize("make", [partial(WithLocal, mixer="TNL"), LightNetAttention])
+def test_a_stream_is_the_whole(close, make, on):
+    m, x = make(DIM, dims=1, local=on, radius=2).double(), tokens(9)
     state, outputs = m.init_state(2), []
     for start in range(0, 9, 2):
         y, state = m.advance(x[:, start : start + 2], state, start)

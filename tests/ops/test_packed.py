@@ -4,9 +4,15 @@ import pytest
 import torch
 
 from ndlightnet import Ragged
-from ndlightnet.ops import Position
+from ndlightnet.ops import Position, dense, local_mixing
 
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
+
+
+def test_the_specification_of_local_mixing_takes_packs(close):
+    layout, taps = Ragged(((3, 4, 5), (1, 2, 3), (6, 7, 4))), dense(3, 1)
+    x, weight = torch.randn(1, layout.length, 8), torch.randn(len(taps), 8)
+    close(*(local_mixing(x, weight, taps, layout=layout, impl=impl) for impl in ("torch", "reference")), 1e-5)
 
 
 def test_nothing_at_all():

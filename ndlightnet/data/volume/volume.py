@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError, atomic_write, readable
 from ndlightnet.data.volume.dicom import save_segmentation
-from ndlightnet.data.volume.file_grid import SLAB, Case, FileGrid, Read
+from ndlightnet.data.volume.file_grid import Case, FileGrid, Read
 from ndlightnet.data.volume.formats import open_file
 
 # Two grids are the same if no corner is off by more than this fraction of the smallest voxel edge.
@@ -172,19 +172,18 @@ def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:
         for channel, z, piece in grid.slabs(read):
             voxels[channel, :, :, z] = piece
     notes = list(grid.notes)
-    for values in voxels.reshape(channels, -1):
+    for planes in voxels:
         count, least = 0, np.inf
-        pieces = [values[low : low + SLAB] for low in range(0, len(values), SLAB)]
-        for piece in pieces:
-            finite = np.isfinite(piece)
-            count += len(piece) - int(finite.sum())
-            least = min(least, float(piece.min(where=finite, initial=np.inf)))
-        if count > len(values) / 2:
+        for plane in planes:
+            finite = np.isfinite(plane)
+            count += plane.size - int(finite.sum())
+            least = min(least, float(plane.min(where=finite, initial=np.inf)))
+        if count > planes.size / 2:
             raise DataError(f"{grid.path}: has {count} voxels that are NaN or infinite, over half")
         if count:
             notes.append(f"{grid.path}: {count} voxels are NaN or infinite, taken as {least:.6g}")
-            for piece in pieces:
-                piece[~np.isfinite(piece)] = least
+            for plane in planes:
+                plane[~np.isfinite(plane)] = least
     return torch.from_numpy(voxels), notes
 
 

@@ -29,7 +29,6 @@ class Mixer(Initialized, ABC):
 
     ragged = False  # whether `mix` takes a pack at once; else it is called for each sample
     mergeable = False  # whether `mix` takes rows that have some of a sample's tokens: boxes, slabs
-    position_code = True  # whether the result depends on where a token lies, by default
 
     def forward(
         self,

@@ -12,7 +12,7 @@ from ndlightnet.nn.mixers.base import StreamingMixer
 class Identity(StreamingMixer):
     """Return the tokens unchanged. No parameters; `dim` is accepted as by every mixer."""
 
-    ragged, mergeable, position_code = True, True, False
+    ragged, mergeable = True, True
 
     def __init__(self, dim: int) -> None:
         super().__init__()

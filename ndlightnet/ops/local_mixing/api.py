@@ -120,7 +120,7 @@ def local_mixing_step(
     many as the largest offset along the first axis; zeros before the first frame.
     """
     back = max(offset[0] for offset in offsets)
-    tokens = Grid(layout.shape[1:]).length  # there may be no frames
+    tokens = layout.frame().length
     if min(offset[0] for offset in offsets) < 0:
         raise ValueError(f"offsets={offsets}: expected none below 0 along the first axis")
     if state.shape != (len(x), back, tokens, x.shape[-1]):

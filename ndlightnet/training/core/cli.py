@@ -9,6 +9,7 @@ import sys
 import warnings
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +292,7 @@ def run(
             print(f"Beside the subcommands below: {', '.join(commands)}; each takes --help.\n")
         streams = hasattr(getattr(task, "trainer_class", L.Trainer), "stream")
         trainings = ["fit", "validate", "test", "predict", *["stream"] * streams]
-        if words and words[0] in trainings:
+        if words and words[0] in trainings and "net" in signature(task).parameters:  # not of a task that builds its own
             expect_config(words, default)
         names = [*trainings, *(commands or {})]
         if words and words[0] not in names and not words[0].startswith("-"):

@@ -93,13 +93,21 @@ class _Late:
     """Mixin of loggers that make their folder with the first value: a run that is refused before it leaves none."""
 
     begun = False
+    hyperparams: tuple[Any, Any] | None = None
 
     @property
     def experiment(self) -> Any:
         return super().experiment if self.begun else DummyLogger().experiment  # type: ignore[misc]
 
+    def log_hyperparams(self, *args: Any, **options: Any) -> None:
+        self.hyperparams = (args, options)  # of a task or data that call `save_hyperparameters`
+
     def log_metrics(self, *args: Any, **options: Any) -> None:
-        self.begun = True
+        if not self.begun:
+            self.begun = True
+            if self.hyperparams is not None:
+                values, more = self.hyperparams
+                super().log_hyperparams(*values, **more)  # type: ignore[misc]
         super().log_metrics(*args, **options)  # type: ignore[misc]
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from ndlightnet.training.report import figures
 from ndlightnet_evidence.tables import Run
 
-GREY, YELLOW = figures.GREY, "#F0E442"  # which does not show on white
-BLACK, _, SKY, _, RED, _, _, BLUE = figures.COLORS
-COLORS = [GREY if color == YELLOW else color for color in figures.COLORS]
+GREY = figures.GREY
+BLACK, _, SKY, _, RED, YELLOW, _, BLUE = figures.COLORS
+COLORS = [GREY if color == YELLOW else color for color in figures.COLORS]  # yellow does not show on white
 SCANS = {"": BLACK, "raster": SKY, "both": BLUE, "axes": RED}  # how a mixer covers a grid
 STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
 

@@ -44,7 +44,6 @@ class Samples(ABC):
     def __init__(self, data: Any, config: dict[str, Any]) -> None:
         data.setup("fit")
         self.data, self.device = data, runner.device()
-        self.smoothing = config["model"].get("label_smoothing", SMOOTHING)
         self.steps = config["trainer"]["max_epochs"] * len(data.train_dataloader())
 
     def batches(self, seed: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
@@ -80,6 +79,7 @@ class Labelled(Samples):
 
     def __init__(self, data: ImageData | ImageFolders, config: dict[str, Any]) -> None:
         super().__init__(data, config)
+        self.smoothing = config["model"].get("label_smoothing", SMOOTHING)
         loaders = {"validation": data.val_dataloader()}
         data.setup("test")
         loaders["test"] = data.test_dataloader()

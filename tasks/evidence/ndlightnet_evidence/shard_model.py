@@ -54,8 +54,7 @@ def sent(net: Network, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dic
 
 def step(net: Network, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dict[str, float]:
     """Return the predicted seconds of a step on a grid of tokens, and what they are made of."""
-    planes = math.ceil(grid[0] / slabs)  # the slowest slab has the most
-    compute = TOKEN * batch * planes * math.prod(grid[1:])
+    compute = TOKEN * batch * math.prod(grid) / slabs
     speed, latency = (FAR, FAR_LATENCY) if slabs > HOST else (NEAR, LATENCY)
     # neighbours are on one host but for two; halo and States of a layer, both ways; MD-TPE
     messages = 4 * net.depth + 4 + 1 if slabs > 1 else 0

@@ -235,7 +235,7 @@ def test_files_of_nnunet_that_lack_or_have_no_channel(nnunet):
 
 
 def test_a_folder_of_all_kinds(tmp_path):
-    write(tmp_path / "z.nii", random_image())
+    write(tmp_path / "z.NII", random_image())
     write_series(tmp_path / "s1", HU)
     for name in ("broken.nii.gz", "._z.nii.gz", "notes.txt", "DICOMDIR", "picture.png", "a.mhd", "a.raw"):
         (tmp_path / name).touch()

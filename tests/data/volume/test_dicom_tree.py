@@ -149,7 +149,7 @@ def test_scouts_in_several_planes_and_pictures_are_no_volumes(tmp_path):
     for turn in ([1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 1]):
         tags = {"ImageOrientationPatient": turn, "SeriesInstanceUID": "1.2.3"}
         write_series(root / "S", HU[..., :2], SeriesDescription="3-plane Localizer", **tags)
-    write_object(root / "T" / "picture", "OT")
+    write_object(root / "T" / "picture", "OT", Rows=7, Columns=9)
     write_series(root / "U", HU, PatientID="P")
     assert names_of(find_inputs(tmp_path / "in", notes=(notes := []))) == ["P_CT"]
     assert "1 OT, 4 localizer" in notes[0]

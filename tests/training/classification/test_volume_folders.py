@@ -92,6 +92,7 @@ def predict(balls, trained: Path, tmp_path: Path) -> Callable[[], Done]:
 @pytest.mark.slow
 def test_balls_of_two_sizes_are_told_apart(trained: Path) -> None:
     metrics = json.loads((trained / "metrics.json").read_text())
+    assert metrics["tokens"] == 4 * 4 * 3  # a patch of 2 sticks out of 7 cells
     rows = list(csv.DictReader((trained / "test.csv").open()))
     assert [row["truth"] for row in rows] == ["large"] * 5 + ["small"] * 5
     assert all(Path(row["file"]).parts[-2] == row["truth"] for row in rows)

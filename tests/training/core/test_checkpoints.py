@@ -17,11 +17,10 @@ from torch import nn
 import ndlightnet
 from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.data.errors import DataError
-from ndlightnet.training import ImageTask
+from ndlightnet.training import HandwrittenDigits, ImageTask
 from ndlightnet.training.core.checkpoints import AtomicCheckpoints, check_checkpoint, network_difference
 from ndlightnet.training.core.cli import TaskCLI
-
-SMALL = {"data": {"patch": [8, 8, 8]}, "net": {"out_channels": 2}}
+from tests.training.conftest import SMALL
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(full_disk, tmp_path):
@@ -155,10 +154,23 @@ def test_what_changes_no_result_may_differ():
 def test_a_checkpoint_of_another_task(tmp_path):
     path, task = tmp_path / "last.ckpt", ImageTask(nn.Linear(2, 3))
     torch.save({"state_dict": task.state_dict(), "names": {}, "task": "SegmentationTask"}, path)
-    for entries in (("names", "cost"), ("names",)):
-        if "cost" in entries:
-            line = r"another task, SegmentationTask, expected ImageTask \(the checkpoint lacks cost"
-            with pytest.raises(DataError, match=line):
-                check_checkpoint(str(path), task, SimpleNamespace(names=dict), entries)
-        else:  # it fits, whatever it is called
-            check_checkpoint(str(path), task, SimpleNamespace(names=dict), entries)
+    check_checkpoint(str(path), task, SimpleNamespace(names=dict))  # it fits, whatever it is called
+    line = r"another task, SegmentationTask, expected ImageTask \(the checkpoint lacks cost"
+    with pytest.raises(DataError, match=line):
+        check_checkpoint(str(path), task, SimpleNamespace(names=dict), ("names", "cost"))
+
+
+def test_a_command_compares_the_arguments_of_other_libraries_networks(tmp_path, monkeypatch):
+    """A checkpoint holds those of its command line."""
+    monkeypatch.setattr(sys, "argv", ["task.py"])
+    words = ["--data=HandwrittenDigits", f"--trainer.default_root_dir={tmp_path}", "--model.net=torch.nn.Flatten"]
+    trained, changed = (
+        TaskCLI(ImageTask, HandwrittenDigits, run=False, args=[*words, f"--model.net.start_dim={n}"]) for n in (1, 2)
+    )
+    trained.model._trainer = SimpleNamespace(datamodule=trained.datamodule)
+    saved, path = {"state_dict": {}}, tmp_path / "last.ckpt"
+    trained.model.on_save_checkpoint(saved)
+    torch.save(saved, path)
+    check_checkpoint(str(path), trained.model, trained.datamodule)
+    with pytest.raises(DataError, match="start_dim is 1 there, 2 here"):
+        check_checkpoint(str(path), changed.model, changed.datamodule)

@@ -103,11 +103,12 @@ def test_a_command_without_a_config_names_that_of_its_door(tmp_path, monkeypatch
     ],
 )
 def test_data_that_are_missing(data, config, source, tmp_path):
-    """Before the trainer is built; a config without a line on its data has no more to say."""
-    own, config = tmp_path / "mine.yaml", CONFIGS / f"{config}.yaml"
-    own.write_text("data: {}")
-    for file, end in ((own, ""), (config, f"; the first lines of {config} say how to get the data")):
-        cli = SimpleNamespace(subcommand="fit", datamodule=data, config=None, _get=lambda *_, file=file: [file])
+    """A config without a line on its data has no more to say."""
+    mine, config = tmp_path / "mine.yaml", CONFIGS / f"{config}.yaml"
+    mine.write_text("data: {}")
+    hint = f"; the first lines of {config} say how to get the data"
+    for command, file, end in (("fit", mine, ""), ("validate", config, hint), ("test", config, hint)):
+        cli = SimpleNamespace(subcommand=command, datamodule=data, config=None, _get=lambda *_, file=file: [file])
         with pytest.raises(DataError) as error:
             TaskCLI._check_source(cli)
         start = f"{source}: no such file or folder (data.root={data.root}, here or in $NDLIGHTNET_DATA)"
@@ -125,13 +126,16 @@ def test_configs_say_where_their_data_come_from():
         assert "\n# Data: " in file.read_text(), file
 
 
-def test_a_task_that_builds_its_own_network(tmp_path, monkeypatch):
-    class Own(ImageTask):
-        def __init__(self, width: int = 8) -> None:
-            super().__init__(NDLightNet(2, 1, 10, patch_size=4, embed_dim=width, depth=1))
+class BuildsItsNetwork(ImageTask):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(NDLightNet(2, 1, 10, patch_size=4, embed_dim=width, depth=1))
 
+
+def test_a_task_that_builds_its_own_network(tmp_path, monkeypatch):
+    """It needs no config that names one."""
     monkeypatch.setattr(sys, "argv", ["task.py"])
-    arguments = [f"--trainer.default_root_dir={tmp_path}", "--model.width=16"]
-    data = "--data=ndlightnet.training.HandwrittenDigits"
-    task = TaskCLI(Own, HandwrittenDigits, run=False, args=[data, *arguments]).model
+    words = ["--data=ndlightnet.training.HandwrittenDigits", f"--trainer.default_root_dir={tmp_path}"]
+    task = TaskCLI(BuildsItsNetwork, HandwrittenDigits, run=False, args=[*words, "--model.width=16"]).model
     assert task.net.embed_dim == 16 and task.net_config is None
+    words += ["--trainer.fast_dev_run=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    assert cli.run(BuildsItsNetwork, HandwrittenDigits, Path("none"), arguments=["fit", *words]) == 0

@@ -204,7 +204,7 @@ def test_monai_knows_what_is_in_it(config, request, tmp_path):
     path = request.getfixturevalue(config)
     root = exported(path, tmp_path)
     parser = parser_of(root)
-    saved = torch.load(path.parent / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    saved = torch.load(last(path.parent), weights_only=True)["state_dict"]
     weights = torch.load(root / "models" / "model.pt", weights_only=True)
     assert weights and all(torch.equal(w, saved[f"net.{name}"]) for name, w in weights.items())
     required = [one for one in {**InferProperties, **MetaProperties}.values() if one["required"]]

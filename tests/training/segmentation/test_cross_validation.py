@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from ndlightnet.training import SegmentationTask, VolumeData
+from ndlightnet.training.report.results import write_metrics
+from ndlightnet.training.segmentation import cross_validation
 from ndlightnet.training.segmentation.cross_validation import folds
-from tests.training.conftest import UNET, launch
+from ndlightnet.training.segmentation.metrics import MEASURES
+from tests.training.conftest import UNET, last, launch
 
 CASES = [str(number) for number in range(5)]  # to train on; 5 is the test
 
@@ -127,9 +130,24 @@ def test_a_fold_is_tested_with_the_averaged_weights(cross):
     """Those in the checkpoint's state_dict, which `test` would take, not those trained on."""
     folder, (first, second, _) = cross
     for fold, weights in {**first.weights, **second.weights}.items():
-        saved = torch.load(folder / f"run/fold_{fold}/checkpoints/last.ckpt", weights_only=True)
+        saved = torch.load(last(folder / "run" / f"fold_{fold}"), weights_only=True)
         raw = saved["current_model_state"]
         assert any(not torch.equal(raw[key], value) for key, value in weights.items())
         for key, value in weights.items():
             assert torch.equal(value, saved["state_dict"][key]), key
     assert [*first.weights, *second.weights] == [0, 1]
+
+
+def test_all_folds_are_run_and_count_the_same(tmp_path, monkeypatch, capsys):
+    def fold(_, number: int) -> tuple[Path, int]:
+        case = {"name": str(number)} | {key: [dice[number]] for key in MEASURES}
+        metrics = {"dice": {"x": dice[number]}, "mean_dice": dice[number], "cases": [case]}
+        write_metrics(tmp_path / f"fold_{number}", metrics)
+        return tmp_path / f"fold_{number}", 3
+
+    dice = [0.1, 0.2, 0.9]
+    monkeypatch.setattr(cross_validation, "_fold", fold)
+    folds(["--config=plan.yaml"])
+    assert metrics_of(tmp_path)["mean_dice_of_folds"] == dice
+    line = f"mean Dice {np.mean(dice):.3f} ± {np.std(dice, ddof=1):.3f} over 3 folds, 3 cases"
+    assert line in capsys.readouterr().out

@@ -7,8 +7,9 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,12 @@ def remarks(cells: Sequence[Run]) -> list[str]:
 
 
 def versions() -> dict[str, str | None]:
-    installed = {package.name: package.version for package in reversed([*distributions()])}  # the first one is imported
-    head = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    return {**head, **{name: installed.get(name) for name in PACKAGES}}
+    numbers: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in PACKAGES:
+        numbers[package] = None
+        with suppress(PackageNotFoundError):
+            numbers[package] = version(package)
+    return numbers
 
 
 def write(bench: Bench, folder: Path) -> None:
