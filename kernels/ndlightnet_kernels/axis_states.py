@@ -6,8 +6,11 @@ which all channels share but for their coefficients: for token l of a tile
 y[l] += sum_t coef[c, t] lambda_t^(l + 1) h[t, c],   h <- lambda_t^tile h + sum_r lambda_t^(tile - 1 - r) x[r, c]
 
 (reverse: the same from the tile's other end). So a tile's sums are a product with the matrix of
-powers, states go from tile to tile element by element, and reading them is a product again. States
-of a line: [tile, way and state, channel], of all tiles at once.
+powers, states go from tile to tile element by element, and reading them is a product again.
+
+States: [tile, channel, way and state], what enters each tile. A tile's sums are written where they
+enter, in the next tile (reverse: in the one before), so lines of two tiles need no more. Nothing
+enters a line's first tile forward and its last one in reverse; nothing is written or read there.
 
 The gradient of coef sums, over tiles, h times the sums of dy that h is read by; that of log_decay
 weighs every pair of tokens with its distance: the part in the earlier tile, in the later one, and
@@ -29,26 +32,37 @@ from ndlightnet_kernels.axis_lines import Lines
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, power_of_2, processors
 
-INTS = ["states", "rows", *axis_lines.INTS]
-GROUP = 16  # tiles whose sums are loaded before the first is added
+INTS = ["states", *axis_lines.INTS]
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+# Plans for bfloat16 states and for float32 ones: channels of a program, states of a product at a
+# time, warps, stages of loads in flight, programs per multiprocessor
+SUMS = {2: (64, 64, 4, 3, 4), 4: (64, 64, 4, 2, 4)}
+READ = {2: (64, 64, 4, 3, 4), 4: (64, 64, 4, 2, 4)}
+GRAD = {2: (64, 64, 4, 2, 4), 4: (64, 32, 4, 2, 4)}
 
 
 @triton.jit
-def _power(rates, k, rows, exponent):
-    """Return lambda_k^exponent, for rows k of the matrix; 0 beyond the last row."""
-    log = tl.load(rates + k, mask=k < rows, other=0.0)[:, None] * 1.4426950408889634
+def _block(block, states, rows, ROWS: tl.constexpr):
+    """Return a block of states, which are all of one way, as columns; which exist; and the way."""
+    blocks = tl.cdiv(states, ROWS)
+    t = block % blocks * ROWS + tl.arange(0, ROWS)
+    way = block // blocks
+    return way * states + t, t < states, way
+
+
+@triton.jit
+def _power(rates, k, ok, exponent):
+    """Return lambda_k^exponent for columns k, of exponents [tokens, columns] or of one number."""
+    log = tl.load(rates + k, mask=ok, other=0.0)[None] * 1.4426950408889634
     # avoids 0 * -inf: a decay of 0 still has lambda^0 = 1
     power = tl.exp2(tl.where(exponent > 0, log * exponent, 0.0))
-    return tl.where((k < rows)[:, None], power, 0.0)
+    return tl.where(ok[None], power, 0.0)
 
 
 @triton.jit
-def _distances(k, states, i, TILE: tl.constexpr, FLIP: tl.constexpr):
-    """Return how far token i of a tile lies from the tile's end, for rows whose states go forward, or
-    from its start, [rows, tokens]."""
-    forward = (k < states) != FLIP
-    return tl.where(forward[:, None], TILE - 1 - i[None], i[None])
+def _from_end(i, forward, TILE: tl.constexpr):
+    """Return how far tokens i of a tile lie from the end where their sums leave it, [tokens, 1]."""
+    return tl.where(forward, TILE - 1 - i, i)[:, None]
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -57,16 +71,17 @@ def _sums_kernel(
     mask,
     table,
     rates,
+    coef,
     sums,
     units,
     states,
-    rows,
     lines,
     n,
     inner,
     outer,
     tiles,
     UNIT: tl.constexpr,
+    WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     C: tl.constexpr,
@@ -77,63 +92,69 @@ def _sums_kernel(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the sums of tiles: sums[tile, k, c] = sum_r lambda_k^distance(r) x[r, c]."""
+    """Compute the sums of tiles, times coef if given, where they enter the next tile."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
-    dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
-    k = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    dim, rows, shape = units * UNIT, states * WAYS, (lines, n, inner, outer, tiles)
+    k, ok_k, way = _block(tl.program_id(2), states, rows, ROWS)
+    forward = (way == 0) != FLIP
     c = tl.program_id(0) * C + tl.arange(0, C)
+    inside = (c < dim)[:, None] & ok_k[None]
     r = tl.arange(0, TILE)
-    power = _power(rates, k, rows, _distances(k, states, r, TILE, FLIP)).to(OPERAND)
-    for tile in range(tl.program_id(1), lines * tiles, tl.num_programs(1)):
+    power = _power(rates, k, ok_k, _from_end(r, forward, TILE)).to(OPERAND)
+    weight = tl.full((C, ROWS), 1.0, tl.float32)
+    if coef is not None:
+        weight = tl.load(coef + c[:, None] * rows + k[None], mask=inside, other=0.0)
+    first, last = tl.where(forward, 0, 1), tl.where(forward, inner, -inner)
+    for i in range(tl.program_id(1), lines * (tiles - 1), tl.num_programs(1)):
+        j = i // inner
+        tile = (j // (tiles - 1) * tiles + j % (tiles - 1) + first) * inner + i % inner
         at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
         ok = axis_lines.valid(mask, at, ok, MASK)
         value = tl.load(x + at[:, None] * dim + c[None], mask=ok[:, None] & (c < dim)[None], other=0.0)
-        out = tl.dot(power, value.to(ROUND).to(OPERAND), input_precision=PRECISION)
-        to = (tl.cast(tile, tl.int64) * rows + k)[:, None] * dim + c[None]
-        tl.store(sums + to, out.to(sums.dtype.element_ty), mask=(k < rows)[:, None] & (c < dim)[None])
+        value = tl.trans(value.to(ROUND).to(OPERAND))
+        out = tl.dot(value, power, input_precision=PRECISION) * weight
+        to = (tl.cast(tile + last, tl.int64) * dim + c)[:, None] * rows + k[None]
+        tl.store(sums + to, out.to(sums.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["dim", "states", "rows", "inner", "tiles"])
+@triton.jit(do_not_specialize=["dim", "states", "inner", "tiles"])
 def _carry_kernel(
     sums,
     rates,
-    coef,
     dim,
     states,
-    rows,
     inner,
     tiles,
+    WAYS: tl.constexpr,
     TILE: tl.constexpr,
     FLIP: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Replace the sums of each tile by the states that enter it, times coef (rows, dim) if given."""
-    blocks, ways = tl.cdiv(states * dim, BLOCK), rows // states
-    line, block = tl.program_id(0) // (ways * blocks), tl.program_id(0) % (ways * blocks)
+    """Add to the sums that enter each tile those of all tiles before."""
+    blocks = tl.cdiv(states * dim, BLOCK)
+    line, block = tl.program_id(0) // (WAYS * blocks), tl.program_id(0) % (WAYS * blocks)
     way = block // blocks
     i = block % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = i < states * dim
-    i += way * states * dim
-    log = tl.load(rates + i // dim, mask=inside, other=0.0)
-    decay = tl.exp2(log * (1.4426950408889634 * TILE))
-    scale = tl.full((BLOCK,), 1.0, tl.float32)
-    if coef is not None:
-        scale = tl.load(coef + i, mask=inside, other=0.0)
-    page = tl.cast(rows * dim, tl.int64)
-    base = sums + ((line // inner).to(tl.int64) * tiles * inner + line % inner) * page + i
+    t = way * states + i % states
+    decay = tl.exp2(tl.load(rates + t, mask=inside, other=0.0) * (1.4426950408889634 * TILE))
+    page = tl.cast(WAYS * states * dim, tl.int64)
+    base = sums + ((line // inner).to(tl.int64) * tiles * inner + line % inner) * page
+    base += i // states * (WAYS * states) + t
     forward = (way == 0) != FLIP
+    first, step = tl.where(forward, 1, tiles - 2), tl.where(forward, 1, -1)
     state = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, tiles, GROUP):
+    for start in range(0, tiles - 1, GROUP):
         added = ()
         for j in tl.static_range(GROUP):
-            tile = tl.where(forward, start + j, tiles - 1 - start - j)
-            added += (tl.load(base + tile * inner * page, mask=inside & (start + j < tiles), other=0.0),)
+            tile = first + (start + j) * step
+            added += (tl.load(base + tile * inner * page, mask=inside & (start + j < tiles - 1), other=0.0),)
         for j in tl.static_range(GROUP):
-            tile = tl.where(forward, start + j, tiles - 1 - start - j)
-            value = (state * scale).to(sums.dtype.element_ty)
-            tl.store(base + tile * inner * page, value, mask=inside & (start + j < tiles))
+            tile = first + (start + j) * step
             state = state * decay + added[j].to(tl.float32)
+            value = state.to(sums.dtype.element_ty)
+            tl.store(base + tile * inner * page, value, mask=inside & (start + j < tiles - 1))
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -145,13 +166,13 @@ def _read_kernel(
     entering,
     units,
     states,
-    rows,
     lines,
     n,
     inner,
     outer,
     tiles,
     UNIT: tl.constexpr,
+    WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -164,22 +185,24 @@ def _read_kernel(
 ):
     """Add to y what the states that enter a tile, times their coefficients, give its tokens."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
-    dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
+    dim, rows, shape = units * UNIT, states * WAYS, (lines, n, inner, outer, tiles)
     c = tl.program_id(0) * C + tl.arange(0, C)
     r = tl.arange(0, TILE)
     powers = ()
     for block in tl.static_range(BLOCKS):
-        k = block * ROWS + tl.arange(0, ROWS)
-        # as far from the end that the states enter at as r is from the other, and one token
-        distance = TILE - _distances(k, states, r, TILE, FLIP)
-        powers += (tl.trans(_power(rates, k, rows, distance).to(OPERAND)),)
+        k, ok_k, way = _block(block, states, rows, ROWS)
+        # the states are those of the token before the first that reads them
+        since = TILE - _from_end(r, (way == 0) != FLIP, TILE)
+        powers += (_power(rates, k, ok_k, since).to(OPERAND),)
     for tile in range(tl.program_id(1), lines * tiles, tl.num_programs(1)):
+        j = tile // inner % tiles
         out = tl.zeros((TILE, C), tl.float32)
         for block in tl.static_range(BLOCKS):
-            k = block * ROWS + tl.arange(0, ROWS)
-            at = (tl.cast(tile, tl.int64) * rows + k)[:, None] * dim + c[None]
-            value = tl.load(entering + at, mask=(k < rows)[:, None] & (c < dim)[None], other=0.0)
-            out = tl.dot(powers[block], value.to(OPERAND), out, input_precision=PRECISION)
+            k, ok_k, way = _block(block, states, rows, ROWS)
+            enters = tl.where((way == 0) != FLIP, j > 0, j < tiles - 1)
+            at = (tl.cast(tile, tl.int64) * dim + c)[:, None] * rows + k[None]
+            value = tl.load(entering + at, mask=(c < dim)[:, None] & (ok_k & enters)[None], other=0.0)
+            out = tl.dot(powers[block], tl.trans(value.to(OPERAND)), out, input_precision=PRECISION)
         at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
         ok = axis_lines.valid(mask, at, ok, MASK)[:, None] & (c < dim)[None]
         to = y + at[:, None] * dim + c[None]
@@ -200,13 +223,13 @@ def _grad_kernel(
     out,
     units,
     states,
-    rows,
     lines,
     n,
     inner,
     outer,
     tiles,
     UNIT: tl.constexpr,
+    WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     C: tl.constexpr,
@@ -216,47 +239,49 @@ def _grad_kernel(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute gradients of the part of y that comes from other tiles: out[split, 0, k, c] is that of
-    coef, out[split, 1, k, c] summed over c that of log_decay. entering: states of x that enter a
+    """Compute gradients of the part of y that comes from other tiles: out[split, 0, c, k] is that of
+    coef, out[split, 1, c, k] summed over c that of log_decay. entering: states of x that enter a
     tile; leaving: their adjoints after the tile, times coef."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
-    dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
-    k = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    dim, rows, shape = units * UNIT, states * WAYS, (lines, n, inner, outer, tiles)
+    k, ok_k, way = _block(tl.program_id(2), states, rows, ROWS)
+    forward = way == 0
     c = tl.program_id(0) * C + tl.arange(0, C)
+    inside = (c < dim)[:, None] & ok_k[None]
     r = tl.arange(0, TILE)
-    far = _distances(k, states, r, TILE, False)
-    # an adjoint state is that of the next tile's first token: one decay less than at the token before
-    x_slope = (_power(rates, k, rows, far + 1) * far).to(OPERAND)
+    far = _from_end(r, forward, TILE)
+    # an adjoint is that of the next tile's first token: one decay less than at the token before
+    x_slope = (_power(rates, k, ok_k, far + 1) * far).to(OPERAND)
     since = TILE - far
-    power = _power(rates, k, rows, since)
+    power = _power(rates, k, ok_k, since)
     y_power, y_slope = power.to(OPERAND), (power * since).to(OPERAND)
-    log = tl.load(rates + k, mask=k < rows, other=0.0)
-    between = tl.exp2(log * (1.4426950408889634 * (TILE + 1)))[:, None] * TILE
-    inside = (k < rows)[:, None] & (c < dim)[None]
-    weight = tl.load(coef + k[:, None] * dim + c[None], mask=inside, other=0.0)
-    grad = tl.zeros((ROWS, C), tl.float32)
-    slope = tl.zeros((ROWS, C), tl.float32)
+    between = _power(rates, k, ok_k, TILE + 1) * TILE
+    weight = tl.load(coef + c[:, None] * rows + k[None], mask=inside, other=0.0)
+    grad = tl.zeros((C, ROWS), tl.float32)
+    slope = tl.zeros((C, ROWS), tl.float32)
     for tile in range(tl.program_id(1), lines * tiles, tl.num_programs(1)):
         at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
         to = at[:, None] * dim + c[None]
         g = tl.load(dy + to, mask=ok[:, None] & (c < dim)[None], other=0.0).to(ROUND).to(OPERAND)
         ok = axis_lines.valid(mask, at, ok, MASK)
         v = tl.load(x + to, mask=ok[:, None] & (c < dim)[None], other=0.0).to(ROUND).to(OPERAND)
-        page = (tl.cast(tile, tl.int64) * rows + k)[:, None] * dim + c[None]
-        h = tl.load(entering + page, mask=inside, other=0.0).to(tl.float32)
-        a = tl.load(leaving + page, mask=inside, other=0.0).to(tl.float32)
-        grad += tl.dot(y_power, g, input_precision=PRECISION) * h
-        slope += tl.dot(y_slope, g, input_precision=PRECISION) * (h * weight)
-        slope += tl.dot(x_slope, v, input_precision=PRECISION) * a
-        slope += between * h * a
-    at = (tl.program_id(1).to(tl.int64) * 2 * rows + k)[:, None] * dim + c[None]
+        page = (tl.cast(tile, tl.int64) * dim + c)[:, None] * rows + k[None]
+        j = tile // inner % tiles
+        before, after = tl.where(forward, j, tiles - 1 - j) > 0, tl.where(forward, tiles - 1 - j, j) > 0
+        h = tl.load(entering + page, mask=inside & before, other=0.0).to(tl.float32)
+        a = tl.load(leaving + page, mask=inside & after, other=0.0).to(tl.float32)
+        g = tl.trans(g)
+        grad += tl.dot(g, y_power, input_precision=PRECISION) * h
+        slope += tl.dot(g, y_slope, input_precision=PRECISION) * (h * weight)
+        slope += (tl.dot(tl.trans(v), x_slope, input_precision=PRECISION) + between * h) * a
+    at = (tl.program_id(1).to(tl.int64) * 2 * dim + c)[:, None] * rows + k[None]
     tl.store(out + at, grad, mask=inside)
     tl.store(out + at + tl.cast(rows, tl.int64) * dim, slope, mask=inside)
 
 
 # ------------------------------------------------------------------------------------ launches
 class States(NamedTuple):
-    """The states of an axis: log decays (ways * states,) and coefficients (ways * states, dim), float32."""
+    """The states of an axis: log decays (ways * states,) and coefficients (dim, ways * states), float32."""
 
     rates: Tensor
     coef: Tensor
@@ -265,61 +290,85 @@ class States(NamedTuple):
     @classmethod
     def of(cls, weights: list[tuple[Tensor, Tensor]]) -> States:
         """Join the coefficients (dim, states) and log decays (states,) of the ways of an axis."""
-        coef = torch.cat([c for c, _ in weights], 1).t().contiguous()
-        return cls(torch.cat([decay for _, decay in weights]), coef, len(weights))
+        if len(weights) == 1:
+            return cls(weights[0][1], weights[0][0], 1)
+        return cls(torch.cat([decay for _, decay in weights]), torch.cat([c for c, _ in weights], 1), len(weights))
+
+    @property
+    def each(self) -> int:
+        """Return the number of states of a way."""
+        return len(self.rates) // self.ways
 
 
-def _constants(x: Tensor, states: States, lines: Lines, products: torch.dtype) -> dict[str, Any]:
-    """Return the arguments that kernels share. States are in 16 bits only as bfloat16, whose range
-    holds the sum of any line. (The interpreter cannot multiply bfloat16.)"""
-    dim, rows = x.shape[-1], len(states.rates)
-    unit = next(u for u in (8, 4, 2, 1) if dim % u == 0)
-    wide = products != torch.bfloat16
-    return {
+def _dtype(products: torch.dtype) -> torch.dtype:
+    """Return the dtype of states: in 16 bits only bfloat16, whose range holds the sum of any line."""
+    return torch.bfloat16 if products == torch.bfloat16 else torch.float32
+
+
+def _plan(
+    x: Tensor,
+    states: States,
+    lines: Lines,
+    products: torch.dtype,
+    plans: dict[int, tuple[int, int, int, int, int]],
+    joint: bool,
+) -> tuple[tuple[int, int, int], int, dict[str, Any]]:
+    """Return the grid, the blocks of states, and the arguments that kernels share. joint: a program takes all blocks.
+    (The interpreter cannot multiply bfloat16.)"""
+    dtype = _dtype(products)
+    channels, most, warps, stages, each = plans[dtype.itemsize]
+    dim, columns = x.shape[-1], min(most, max(16, power_of_2(states.each)))
+    blocks, unit = states.ways * cdiv(states.each, columns), next(u for u in (8, 4, 2, 1) if dim % u == 0)
+    programs = cdiv(dim, channels) * (1 if joint else blocks)
+    splits = min(lines.lines * lines.tiles, max(1, each * processors(x) // programs))
+    constants = {
         **lines.sizes,
         "units": dim // unit,
         "UNIT": unit,
-        "states": rows // states.ways,
-        "rows": rows,
+        "states": states.each,
+        "WAYS": states.ways,
         "TILE": lines.tile,
+        "ROWS": columns,
+        "C": channels,
         "LONG": x.numel() >= 2**31,
-        "OPERAND": tl.float32 if wide or not x.is_cuda else tl.bfloat16,
+        "OPERAND": KINDS[dtype] if x.is_cuda else tl.float32,
         "PRECISION": "tf32x3" if products == torch.float32 or not x.is_cuda else "tf32",
+        "num_warps": warps,
+        "num_stages": stages,
     }
+    return (cdiv(dim, channels), splits, 1 if joint else blocks), blocks, constants
 
 
-def _splits(x: Tensor, lines: Lines, programs: int, each: int) -> int:
-    return min(lines.lines * lines.tiles, max(1, each * processors(x) // programs))
+def _carry_plan(x: Tensor, states: States, lines: Lines, flip: bool) -> Launch:
+    """A thread loads 16 bytes at once where there are programs enough, else less and of more tiles."""
+    numbers, block, group = states.each * x.shape[-1], 1024, 8
+    if lines.lines * states.ways * cdiv(numbers, block) < 4 * processors(x):
+        block, group = 256, 16
+    group = min(group, power_of_2(lines.tiles - 1))
+    grid = (lines.lines * states.ways * cdiv(numbers, block),)
+    sizes = {"dim": x.shape[-1], "states": states.each, "inner": lines.inner, "tiles": lines.tiles}
+    constants = {"WAYS": states.ways, "TILE": lines.tile, "FLIP": flip, "BLOCK": block, "GROUP": group}
+    return Launch(_carry_kernel, grid, **sizes, **constants, num_warps=4)
 
 
 def entering(
     x: Tensor, mask: Tensor | None, lines: Lines, states: States, products: torch.dtype, flip: bool, weigh: bool
 ) -> Tensor:
-    """Return the states that enter each tile of lines (tiles, rows, dim). flip: those of the adjoint,
-    which go the other way. weigh: times their coefficients."""
-    dim, rows = x.shape[-1], len(states.rates)
-    dtype = torch.bfloat16 if products == torch.bfloat16 else torch.float32
-    sums = torch.empty(lines.lines * lines.tiles, rows, dim, dtype=dtype, device=x.device)
+    """Return the states that enter each tile of lines (tiles, dim, ways * states), except where nothing does. flip:
+    those of the adjoint, which go the other way. weigh: times their coefficients."""
+    shape = lines.lines * lines.tiles, *states.coef.shape
+    sums = torch.empty(shape, dtype=_dtype(products), device=x.device)
 
     def make() -> tuple[Launch, Launch]:
-        constants = _constants(x, states, lines, products)
-        each, c = min(128 if dtype == torch.bfloat16 else 64, max(16, power_of_2(rows))), 64
-        blocks = cdiv(dim, c), cdiv(rows, each)
-        grid = (blocks[0], _splits(x, lines, blocks[0] * blocks[1], 4), blocks[1])
-        options = {"ROWS": each, "C": c, "FLIP": flip, "MASK": mask is not None, "ROUND": KINDS[products]}
-        first = Launch(_sums_kernel, grid, num_warps=4, num_stages=3, **constants, **options)
-        block, per_way = 256, rows // states.ways
-        numbers = {name: constants[name] for name in ("states", "rows", "inner", "tiles", "TILE")}
-        grid = (lines.lines * states.ways * cdiv(per_way * dim, block),)
-        second = Launch(
-            _carry_kernel, grid, num_warps=4, dim=dim, FLIP=flip, BLOCK=block, GROUP=min(GROUP, lines.tiles), **numbers
-        )
-        return first, second
+        grid, _, constants = _plan(x, states, lines, products, SUMS, joint=False)
+        options = {"FLIP": flip, "MASK": mask is not None, "ROUND": KINDS[products]}
+        return Launch(_sums_kernel, grid, **constants, **options), _carry_plan(x, states, lines, flip)
 
-    key = ("entering", x.device, x.dtype, x.shape, mask is None, axis_lines.key([lines]), rows, states.ways, products)
-    sum_up, carry = remembered((*key, flip, weigh), make)
-    sum_up(x, mask, lines.table, states.rates, sums)
-    carry(sums, states.rates, states.coef if weigh else None)
+    key = (x.device, x.dtype, x.shape, mask is None, axis_lines.key([lines]), states.each, states.ways, products)
+    sum_up, carry = remembered(("entering", *key, flip, weigh), make)
+    sum_up(x, mask, lines.table, states.rates, states.coef if weigh else None, sums)
+    if lines.tiles > 2:
+        carry(sums, states.rates)
     return sums
 
 
@@ -327,17 +376,13 @@ def read(
     y: Tensor, mask: Tensor | None, lines: Lines, states: States, weighed: Tensor, products: torch.dtype, flip: bool
 ) -> None:
     """Add to y what the states that enter its tiles, times their coefficients, give its tokens."""
-    dim, rows = y.shape[-1], len(states.rates)
 
     def make() -> Launch:
-        constants = _constants(y, states, lines, products)
-        each, c = min(128 if products == torch.bfloat16 else 64, max(16, power_of_2(rows))), 64
-        grid = (cdiv(dim, c), _splits(y, lines, cdiv(dim, c), 4), 1)
-        options = {"ROWS": each, "BLOCKS": cdiv(rows, each), "C": c, "FLIP": flip, "MASK": mask is not None}
-        return Launch(_read_kernel, grid, num_warps=4, num_stages=3, **constants, **options)
+        grid, blocks, constants = _plan(y, states, lines, products, READ, joint=True)
+        return Launch(_read_kernel, grid, **constants, BLOCKS=blocks, FLIP=flip, MASK=mask is not None)
 
-    key = ("read", y.device, y.dtype, y.shape, mask is None, axis_lines.key([lines]), rows, states.ways, products, flip)
-    remembered(key, make)(y, mask, lines.table, states.rates, weighed)
+    key = (y.device, y.dtype, y.shape, mask is None, axis_lines.key([lines]), states.each, states.ways, products, flip)
+    remembered(("read", *key), make)(y, mask, lines.table, states.rates, weighed)
 
 
 def weights_grad(
@@ -345,21 +390,16 @@ def weights_grad(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return what other tiles add to the gradients of coef (dim, states) and log_decay (states,), for each way.
     adjoints: `entering` of dy, with flip and weigh."""
-    dim, rows = x.shape[-1], len(states.rates)
     states_of_x = entering(x, mask, lines, states, products, flip=False, weigh=False)
 
     def make() -> tuple[int, Launch]:
-        each, c = min(64, max(16, power_of_2(rows))), 64
-        blocks = cdiv(dim, c), cdiv(rows, each)
-        splits = _splits(x, lines, blocks[0] * blocks[1], 2)
-        options = {"ROWS": each, "C": c, "MASK": mask is not None, "ROUND": KINDS[products]}
-        grid, constants = (blocks[0], splits, blocks[1]), _constants(x, states, lines, products)
-        return splits, Launch(_grad_kernel, grid, num_warps=8, num_stages=2, **constants, **options)
+        grid, _, constants = _plan(x, states, lines, products, GRAD, joint=False)
+        return grid[1], Launch(_grad_kernel, grid, **constants, MASK=mask is not None, ROUND=KINDS[products])
 
-    key = ("grad", x.device, x.dtype, dy.dtype, x.shape, mask is None, axis_lines.key([lines]), rows, states.ways)
-    splits, launch = remembered((*key, products), make)
-    out = torch.empty(splits, 2, rows, dim, device=x.device)
+    key = (x.device, x.dtype, dy.dtype, x.shape, mask is None, axis_lines.key([lines]), states.each, states.ways)
+    splits, launch = remembered(("grad", *key, products), make)
+    out = torch.empty(splits, 2, *states.coef.shape, device=x.device)
     launch(dy, x, mask, lines.table, states.rates, states.coef, states_of_x, adjoints, out)
     coef, slope = out.sum(0)
-    each = rows // states.ways
-    return list(zip(coef.t().split(each, 1), slope.sum(1).split(each), strict=True))
+    each = states.each
+    return list(zip(coef.split(each, 1), slope.sum(0).split(each), strict=True))

@@ -112,7 +112,8 @@ def check(case, residual=False, products=None, dtype=None):
         assert a.shape == b.shape and a.dtype == ((dtype, x.dtype)[i] if i < 2 else FULL)
         assert a.isfinite().all()
         # Results: the taps, each product, the sum so far; of long lines the powers before and after a cut, a tile's
-        # sum, the state, the sum so far. Gradients of weights, of long lines: powers, sum and state of x and of dy, powers.
+        # sum, the state, the sum so far. Gradients of weights, of long lines: powers, sum and state of x and of dy,
+        # and powers again.
         roundings = 2 * x.ndim - 3 + 5 * long if i < 2 else 7 * (long > 0)
         error = (a.double() - b).abs()
         assert (error <= ((roundings + cut) * unit + exactly) * bound + 1e-7 * bound.max()).all(), i
