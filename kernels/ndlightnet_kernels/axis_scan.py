@@ -33,7 +33,7 @@ LONGEST = 128  # tokens of the longest line that is one dense product, in 16 bit
 PRODUCT = {1: (4, 8, 2, 3), 2: (4, 8, 2, 3), 4: (4, 8, 1, 2), 8: (2, 8, 1, 2)}
 CORRELATE = {1: (8, 4, 2, 1), 2: (8, 4, 2, 1), 4: (4, 4, 2, 2), 8: (2, 4, 2, 1)}
 # Plans for float32: the largest that fit, not compared
-PRODUCT_FULL = {1: (4, 4, 2, 1), 2: (2, 8, 1, 1), 4: (1, 8, 1, 1)}
+PRODUCT_FULL = {1: (4, 4, 2, 1), 2: (2, 8, 1, 1), 4: (2, 4, 2, 1)}
 CORRELATE_FULL = {1: (4, 4, 2, 1), 2: (2, 4, 2, 1), 4: (1, 8, 2, 1)}
 INTS = ["span", "flip", *axis_lines.INTS]
 

@@ -32,22 +32,21 @@ from ndlightnet_kernels.axis_lines import Lines
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, power_of_2, processors
 
-INTS = ["states", *axis_lines.INTS]
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Plans for bfloat16 states and for float32 ones: channels of a program, states of a product at a
 # time, warps, stages of loads in flight, programs per multiprocessor
-SUMS = {2: (64, 64, 4, 3, 4), 4: (64, 64, 4, 2, 4)}
-READ = {2: (64, 64, 4, 3, 4), 4: (64, 64, 4, 2, 4)}
-GRAD = {2: (64, 64, 4, 2, 4), 4: (64, 32, 4, 2, 4)}
+SUMS = {2: (64, 64, 4, 3, 2), 4: (64, 64, 4, 3, 2)}
+READ = {2: (64, 64, 4, 3, 2), 4: (64, 64, 4, 2, 2)}
+GRAD = {2: (64, 32, 4, 2, 2), 4: (64, 32, 4, 1, 2)}
 
 
 @triton.jit
-def _block(block, states, rows, ROWS: tl.constexpr):
+def _block(block, STATES: tl.constexpr, ROWS: tl.constexpr):
     """Return a block of states, which are all of one way, as columns; which exist; and the way."""
-    blocks = tl.cdiv(states, ROWS)
+    blocks: tl.constexpr = (STATES + ROWS - 1) // ROWS
     t = block % blocks * ROWS + tl.arange(0, ROWS)
     way = block // blocks
-    return way * states + t, t < states, way
+    return way * STATES + t, t < STATES, way
 
 
 @triton.jit
@@ -65,7 +64,7 @@ def _from_end(i, forward, TILE: tl.constexpr):
     return tl.where(forward, TILE - 1 - i, i)[:, None]
 
 
-@triton.jit(do_not_specialize=INTS)
+@triton.jit(do_not_specialize=axis_lines.INTS)
 def _sums_kernel(
     x,
     mask,
@@ -74,13 +73,13 @@ def _sums_kernel(
     coef,
     sums,
     units,
-    states,
     lines,
     n,
     inner,
     outer,
     tiles,
     UNIT: tl.constexpr,
+    STATES: tl.constexpr,
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -94,8 +93,9 @@ def _sums_kernel(
 ):
     """Compute the sums of tiles, times coef if given, where they enter the next tile."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
-    dim, rows, shape = units * UNIT, states * WAYS, (lines, n, inner, outer, tiles)
-    k, ok_k, way = _block(tl.program_id(2), states, rows, ROWS)
+    rows: tl.constexpr = STATES * WAYS
+    dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
+    k, ok_k, way = _block(tl.program_id(2), STATES, ROWS)
     forward = (way == 0) != FLIP
     c = tl.program_id(0) * C + tl.arange(0, C)
     inside = (c < dim)[:, None] & ok_k[None]
@@ -117,14 +117,14 @@ def _sums_kernel(
         tl.store(sums + to, out.to(sums.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["dim", "states", "inner", "tiles"])
+@triton.jit(do_not_specialize=["dim", "inner", "tiles"])
 def _carry_kernel(
     sums,
     rates,
     dim,
-    states,
     inner,
     tiles,
+    STATES: tl.constexpr,
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     FLIP: tl.constexpr,
@@ -132,16 +132,16 @@ def _carry_kernel(
     GROUP: tl.constexpr,
 ):
     """Add to the sums that enter each tile those of all tiles before."""
-    blocks = tl.cdiv(states * dim, BLOCK)
+    blocks = tl.cdiv(STATES * dim, BLOCK)
     line, block = tl.program_id(0) // (WAYS * blocks), tl.program_id(0) % (WAYS * blocks)
     way = block // blocks
     i = block % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = i < states * dim
-    t = way * states + i % states
+    inside = i < STATES * dim
+    t = way * STATES + i % STATES
     decay = tl.exp2(tl.load(rates + t, mask=inside, other=0.0) * (1.4426950408889634 * TILE))
-    page = tl.cast(WAYS * states * dim, tl.int64)
+    page = tl.cast(WAYS * STATES * dim, tl.int64)
     base = sums + ((line // inner).to(tl.int64) * tiles * inner + line % inner) * page
-    base += i // states * (WAYS * states) + t
+    base += i // STATES * (WAYS * STATES) + t
     forward = (way == 0) != FLIP
     first, step = tl.where(forward, 1, tiles - 2), tl.where(forward, 1, -1)
     state = tl.zeros((BLOCK,), tl.float32)
@@ -157,7 +157,7 @@ def _carry_kernel(
             tl.store(base + tile * inner * page, value, mask=inside & (start + j < tiles - 1))
 
 
-@triton.jit(do_not_specialize=INTS)
+@triton.jit(do_not_specialize=axis_lines.INTS)
 def _read_kernel(
     y,
     mask,
@@ -165,13 +165,13 @@ def _read_kernel(
     rates,
     entering,
     units,
-    states,
     lines,
     n,
     inner,
     outer,
     tiles,
     UNIT: tl.constexpr,
+    STATES: tl.constexpr,
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -185,12 +185,13 @@ def _read_kernel(
 ):
     """Add to y what the states that enter a tile, times their coefficients, give its tokens."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
-    dim, rows, shape = units * UNIT, states * WAYS, (lines, n, inner, outer, tiles)
+    rows: tl.constexpr = STATES * WAYS
+    dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
     c = tl.program_id(0) * C + tl.arange(0, C)
     r = tl.arange(0, TILE)
     powers = ()
     for block in tl.static_range(BLOCKS):
-        k, ok_k, way = _block(block, states, rows, ROWS)
+        k, ok_k, way = _block(block, STATES, ROWS)
         # the states are those of the token before the first that reads them
         since = TILE - _from_end(r, (way == 0) != FLIP, TILE)
         powers += (_power(rates, k, ok_k, since).to(OPERAND),)
@@ -198,7 +199,7 @@ def _read_kernel(
         j = tile // inner % tiles
         out = tl.zeros((TILE, C), tl.float32)
         for block in tl.static_range(BLOCKS):
-            k, ok_k, way = _block(block, states, rows, ROWS)
+            k, ok_k, way = _block(block, STATES, ROWS)
             enters = tl.where((way == 0) != FLIP, j > 0, j < tiles - 1)
             at = (tl.cast(tile, tl.int64) * dim + c)[:, None] * rows + k[None]
             value = tl.load(entering + at, mask=(c < dim)[:, None] & (ok_k & enters)[None], other=0.0)
@@ -210,7 +211,7 @@ def _read_kernel(
         tl.store(to, out.to(y.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=INTS)
+@triton.jit(do_not_specialize=axis_lines.INTS)
 def _grad_kernel(
     dy,
     x,
@@ -222,13 +223,13 @@ def _grad_kernel(
     leaving,
     out,
     units,
-    states,
     lines,
     n,
     inner,
     outer,
     tiles,
     UNIT: tl.constexpr,
+    STATES: tl.constexpr,
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -243,8 +244,9 @@ def _grad_kernel(
     coef, out[split, 1, c, k] summed over c that of log_decay. entering: states of x that enter a
     tile; leaving: their adjoints after the tile, times coef."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
-    dim, rows, shape = units * UNIT, states * WAYS, (lines, n, inner, outer, tiles)
-    k, ok_k, way = _block(tl.program_id(2), states, rows, ROWS)
+    rows: tl.constexpr = STATES * WAYS
+    dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
+    k, ok_k, way = _block(tl.program_id(2), STATES, ROWS)
     forward = way == 0
     c = tl.program_id(0) * C + tl.arange(0, C)
     inside = (c < dim)[:, None] & ok_k[None]
@@ -325,7 +327,7 @@ def _plan(
         **lines.sizes,
         "units": dim // unit,
         "UNIT": unit,
-        "states": states.each,
+        "STATES": states.each,
         "WAYS": states.ways,
         "TILE": lines.tile,
         "ROWS": columns,
@@ -346,8 +348,15 @@ def _carry_plan(x: Tensor, states: States, lines: Lines, flip: bool) -> Launch:
         block, group = 256, 16
     group = min(group, power_of_2(lines.tiles - 1))
     grid = (lines.lines * states.ways * cdiv(numbers, block),)
-    sizes = {"dim": x.shape[-1], "states": states.each, "inner": lines.inner, "tiles": lines.tiles}
-    constants = {"WAYS": states.ways, "TILE": lines.tile, "FLIP": flip, "BLOCK": block, "GROUP": group}
+    sizes = {"dim": x.shape[-1], "inner": lines.inner, "tiles": lines.tiles}
+    constants = {
+        "STATES": states.each,
+        "WAYS": states.ways,
+        "TILE": lines.tile,
+        "FLIP": flip,
+        "BLOCK": block,
+        "GROUP": group,
+    }
     return Launch(_carry_kernel, grid, **sizes, **constants, num_warps=4)
 
 

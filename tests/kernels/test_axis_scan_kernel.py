@@ -229,7 +229,7 @@ def test_supported():
         ((257, 65), 40, 64, 2, HALF, None),
         ((1000,), 48, 128, 1, BRAIN, None),
         ((5, 300), 72, 64, 2, FULL, "holes"),
-        ((4097,), 16, 200, 2, BRAIN, "holes"),
+        ((2500,), 16, 20, 2, BRAIN, "holes"),
     ],
     ids=str,
 )
