@@ -256,7 +256,7 @@ def _grad_kernel(
     x_slope = (_power(rates, k, ok_k, far + 1) * far).to(OPERAND)
     since = TILE - far
     power = _power(rates, k, ok_k, since)
-    y_power, y_slope = power.to(OPERAND), (power * since).to(OPERAND)
+    y_powers = tl.join(power, power * since).reshape(TILE, 2 * ROWS).to(OPERAND)
     between = _power(rates, k, ok_k, TILE + 1) * TILE
     weight = tl.load(coef + c[:, None] * rows + k[None], mask=inside, other=0.0)
     grad = tl.zeros((C, ROWS), tl.float32)
@@ -272,9 +272,11 @@ def _grad_kernel(
         before, after = tl.where(forward, j, tiles - 1 - j) > 0, tl.where(forward, tiles - 1 - j, j) > 0
         h = tl.load(entering + page, mask=inside & before, other=0.0).to(tl.float32)
         a = tl.load(leaving + page, mask=inside & after, other=0.0).to(tl.float32)
-        g = tl.trans(g)
-        grad += tl.dot(g, y_power, input_precision=PRECISION) * h
-        slope += tl.dot(g, y_slope, input_precision=PRECISION) * (h * weight)
+        # neighbouring columns, which a thread has of a product
+        both = tl.dot(tl.trans(g), y_powers, input_precision=PRECISION).reshape(C, ROWS, 2)
+        y_sum, y_slope = tl.split(both)
+        grad += y_sum * h
+        slope += y_slope * (h * weight)
         slope += (tl.dot(tl.trans(v), x_slope, input_precision=PRECISION) + between * h) * a
     at = (tl.program_id(1).to(tl.int64) * 2 * dim + c)[:, None] * rows + k[None]
     tl.store(out + at, grad, mask=inside)
