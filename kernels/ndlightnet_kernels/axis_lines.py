@@ -78,10 +78,10 @@ Tables = Sequence[tuple[int, int, Tensor]]  # axis, longest line, table
 
 def walk(x: Tensor, tables: Tables | None, longest: int) -> list[Lines]:
     """Return the lines of tokens (batch, *grid, dim), or of packed tokens (length, dim), in tiles of at most `longest`
-    tokens. Three tiles of half of them cost less than two, but not five than three."""
+    tokens."""
 
     def lines(axis: int, n: int, count: int, inner: int, table: Tensor | None) -> Lines:
-        tile = longest // 2 if longest < n <= longest + longest // 2 else min(longest, 16 * power_of_2(cdiv(n, 16)))
+        tile = min(longest, 16 * power_of_2(cdiv(n, 16)))
         return Lines(axis, tile // 16, count, n, inner, cdiv(n, tile), table)
 
     if tables is not None:

@@ -36,8 +36,8 @@ KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 # Plans for bfloat16 states and for float32 ones: channels of a program, states of a product at a
 # time, warps, stages of loads in flight, programs per multiprocessor
 SUMS = {2: (64, 64, 4, 3, 2), 4: (64, 64, 4, 3, 2)}
-READ = {2: (64, 64, 4, 3, 2), 4: (64, 64, 4, 2, 2)}
-GRAD = {2: (64, 32, 4, 2, 2), 4: (64, 32, 4, 1, 2)}
+READ = {2: (64, 64, 8, 3, 2), 4: (64, 64, 4, 3, 2)}
+GRAD = {2: (64, 64, 4, 1, 2), 4: (64, 32, 4, 1, 2)}
 
 
 @triton.jit

@@ -111,12 +111,12 @@ def _scan(
     source = (x if mask is None else x.masked_fill(~mask[..., None], 0)).to(products)
     run = _scan_reference if chosen == "reference" else line_scan
     with exact(x):
-        total = x.to(dtype) if residual else torch.zeros_like(x, dtype=dtype)
+        total = torch.zeros_like(x, dtype=dtype)
         for axis in range(grid.ndim):
             way, last = (coef[axis], log_decay[axis]), axis - grid.ndim
             back = None if reverse is None or -last > len(reverse[0]) else (reverse[0][last], reverse[1][last])
             total = total + grid.map_lines(partial(_both_ways, run=run, way=way, reverse=back), source, axis)
-        return total
+        return x + total if residual else total
 
 
 def _both_ways(lines: Tensor, run: Callable[..., Tensor], way: Way, reverse: Way | None) -> Tensor:
