@@ -300,11 +300,13 @@ def _product(
     entering: list[Tensor | None] = []
     for lines, launch in zip(walk, launches, strict=True):
         launch(x, y, mask, lines.table, taps[lines.axis])
-        entering.append(None)
-        if lines.tiles > 1:
-            states = States.of(_ways(weights, lines.axis))
-            entering[-1] = axis_states.entering(x, None if flip else mask, lines, states, products, flip, weigh=True)
-            axis_states.read(y, mask if flip else None, lines, states, entering[-1], products, flip)
+        if lines.tiles == 1:
+            entering.append(None)
+            continue
+        states = States.of(_ways(weights, lines.axis))
+        weighed = axis_states.entering(x, None if flip else mask, lines, states, products, flip, weigh=True)
+        axis_states.read(y, mask if flip else None, lines, states, weighed, products, flip)
+        entering.append(weighed)
     return y, entering
 
 

@@ -113,9 +113,10 @@ def _scan(
     with exact(x):
         total = torch.zeros_like(x, dtype=dtype)
         for axis in range(grid.ndim):
-            way, last = (coef[axis], log_decay[axis]), axis - grid.ndim
-            back = None if reverse is None or -last > len(reverse[0]) else (reverse[0][last], reverse[1][last])
-            total = total + grid.map_lines(partial(_both_ways, run=run, way=way, reverse=back), source, axis)
+            way, last, way_back = (coef[axis], log_decay[axis]), axis - grid.ndim, None
+            if reverse is not None and -last <= len(reverse[0]):
+                way_back = reverse[0][last], reverse[1][last]
+            total = total + grid.map_lines(partial(_both_ways, run=run, way=way, reverse=way_back), source, axis)
         return x + total if residual else total
 
 
