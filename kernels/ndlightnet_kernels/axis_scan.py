@@ -14,27 +14,28 @@ blocks of 8 x 8, one for each distance.
 # (a jit function builds its tuples of tensors step by step)
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels import axis_taps
+from ndlightnet_kernels import axis_lines, axis_states, axis_taps
+from ndlightnet_kernels.axis_lines import Lines, Tables
+from ndlightnet_kernels.axis_states import KINDS, States
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.tiles import cdiv, power_of_2, processors
+from ndlightnet_kernels.tiles import cdiv, processors
 
-LONGEST = 128  # tokens of the longest line that is one dense product
+LONGEST = 128  # tokens of the longest line that is one dense product, in 16 bits; half as many in float32
 # Plans by blocks of 16 tokens in a line: channels of a warp, warps, programs per multiprocessor,
 # stages of loads in flight. Measured on an H200 for 2 and 4 blocks.
 PRODUCT = {1: (4, 8, 2, 3), 2: (4, 8, 2, 3), 4: (4, 8, 1, 2), 8: (2, 8, 1, 2)}
 CORRELATE = {1: (8, 4, 2, 1), 2: (8, 4, 2, 1), 4: (4, 4, 2, 2), 8: (2, 4, 2, 1)}
 # Plans for float32: the largest that fit, not compared
-PRODUCT_FULL = {1: (4, 4, 2, 1), 2: (2, 8, 1, 1), 4: (1, 8, 1, 1)}
+PRODUCT_FULL = {1: (4, 4, 2, 1), 2: (2, 8, 1, 1), 4: (2, 4, 2, 1)}
 CORRELATE_FULL = {1: (4, 4, 2, 1), 2: (2, 4, 2, 1), 4: (1, 8, 2, 1)}
-INTS = ["span", "flip", "lines", "n", "inner", "outer"]
+INTS = ["span", "flip", *axis_lines.INTS]
 
 
 # Triton spreads the dimensions of a tensor over lanes, warps and registers in turn: up to 3.6 from
@@ -62,28 +63,6 @@ def _channels_first(v, VEC: tl.constexpr, W: tl.constexpr, OPERAND: tl.constexpr
     belongs to warp i % W; in this order a warp's channels are neighbours in memory."""
     v = v.reshape(v.shape[0], v.shape[1], W, VEC).permute(3, 2, 0, 1)
     return v.reshape(VEC * W, v.shape[2], v.shape[3]).to(OPERAND)
-
-
-@triton.jit
-def _tokens(table, line, r, shape, INT):
-    """Return tokens r of lines, and which exist. table: see `Lines`; None: all lines are alike."""
-    lines, n, inner, outer = shape
-    ok = line < lines
-    if table is None:
-        first, step, count = (line // inner).to(INT) * outer + line % inner, tl.cast(inner, INT), n
-    else:
-        first = tl.load(table + line * 3, mask=ok, other=0).to(INT)
-        step = tl.load(table + line * 3 + 1, mask=ok, other=0).to(INT)
-        count = tl.load(table + line * 3 + 2, mask=ok, other=0)
-    return first + r * step, (r < count) & ok
-
-
-@triton.jit
-def _valid(mask, at, ok, MASK: tl.constexpr):
-    """Return `ok` without the tokens that are padding."""
-    if MASK:
-        ok = ok & (tl.load(mask + at, mask=ok, other=0) != 0)
-    return ok
 
 
 @triton.jit
@@ -124,15 +103,18 @@ def _product_kernel(
     n,
     inner,
     outer,
+    tiles,
     NB: tl.constexpr,
     VEC: tl.constexpr,
     W: tl.constexpr,
     UNIT: tl.constexpr,
     LONG: tl.constexpr,
+    CUT: tl.constexpr,
     ADD: tl.constexpr,
     RESIDUAL: tl.constexpr,
     MASK_IN: tl.constexpr,
     MASK_OUT: tl.constexpr,
+    ROUND: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -143,36 +125,36 @@ def _product_kernel(
     first_channel = tl.program_id(0) % blocks * C
     t = _toeplitz(taps, span, flip, first_channel, dim, NB, VEC, W, OPERAND)
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
-    shape = (lines, n, inner, outer)
+    shape = (lines, n, inner, outer, tiles)
     c = (first_channel + tl.arange(0, C))[None, None]
     r, q = tl.arange(0, 16 * NB)[:, None, None], tl.arange(0, 8)[None, :, None]
     first, step = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     old = tl.zeros((16 * NB, 8, C), y.dtype.element_ty)
     if ADD:
-        at, in_range = _tokens(table, first * 8 + q, r, shape, INT)
+        at, in_range = axis_lines.tokens(table, first * 8 + q, r, shape, INT, CUT)
         old = tl.load(y + at * dim + c, mask=in_range & (c < dim), other=0.0)
-    for tile in range(first, tl.cdiv(lines, 8), step):
+    for tile in range(first, tl.cdiv(lines * tiles, 8), step):
         line = tile * 8 + q
-        at, inside = _tokens(table, line, r, shape, INT)
+        at, inside = axis_lines.tokens(table, line, r, shape, INT, CUT)
         ok = inside & (c < dim)
         tokens = tl.load(x + at * dim + c, mask=ok, other=0.0)
-        value = tokens
+        value = tokens.to(ROUND)
         if MASK_IN:  # padding is left out of the product
-            value = tl.where(_valid(mask, at, ok, True), tokens, 0.0)
+            value = tl.where(axis_lines.valid(mask, at, ok, True), value, 0.0)
             if tl.float32 == OPERAND:  # a sum, even of one element, keeps T out of shared memory
                 value = tl.sum(value[:, :, :, None], 3)
         before = old
         if ADD:
             if n > 0:  # always true; keeps Triton from prefetching what is prefetched here
                 later = line + 8 * step
-                to, in_range = _tokens(table, later, r, shape, INT)
+                to, in_range = axis_lines.tokens(table, later, r, shape, INT, CUT)
                 old = tl.load(y + to * dim + c, mask=in_range & (c < dim), other=0.0)
         out = tl.dot(t, _channels_first(value, VEC, W, OPERAND), input_precision=PRECISION)
         # rounded now: half as much passes through shared memory
-        out = out.to(y.dtype.element_ty).reshape(VEC, W, 16 * NB, 8).permute(2, 3, 1, 0)
+        out = out.to(ROUND).reshape(VEC, W, 16 * NB, 8).permute(2, 3, 1, 0)
         out = out.reshape(16 * NB, 8, C).to(tl.float32)
         if MASK_OUT:
-            out = tl.where(_valid(mask, at, ok, True), out, 0.0)
+            out = tl.where(axis_lines.valid(mask, at, ok, True), out, 0.0)
         if RESIDUAL:
             out += tokens.to(tl.float32)
         if ADD:
@@ -192,13 +174,16 @@ def _correlate_kernel(
     n,
     inner,
     outer,
+    tiles,
     NB: tl.constexpr,
     VEC: tl.constexpr,
     W: tl.constexpr,
     UNIT: tl.constexpr,
     LONG: tl.constexpr,
+    CUT: tl.constexpr,
     WAYS: tl.constexpr,
     MASK: tl.constexpr,
+    ROUND: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -210,7 +195,7 @@ def _correlate_kernel(
     first_channel = tl.program_id(0) % blocks * C
     split = tl.program_id(0) // blocks
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
-    shape = (lines, n, inner, outer)
+    shape = (lines, n, inner, outer, tiles)
     c = (first_channel + tl.arange(0, C))[None, None]
     r, q = tl.arange(0, 8)[:, None, None], tl.arange(0, 16)[None, :, None]
     side = tl.arange(0, 2).reshape(1, 2, 1, 1)
@@ -218,16 +203,16 @@ def _correlate_kernel(
     sums = ()
     for _ in tl.static_range(2 * NB):
         sums += (tl.zeros((C, 16, 8), tl.float32),)
-    for tile in range(split, tl.cdiv(lines, 16), tl.num_programs(0) // blocks):
+    for tile in range(split, tl.cdiv(lines * tiles, 16), tl.num_programs(0) // blocks):
         line = tile * 16 + q
         gs, vs = (nothing,), ()
         for i in tl.static_range(2 * NB):
-            at, inside = _tokens(table, line, r + 8 * i, shape, INT)
+            at, inside = axis_lines.tokens(table, line, r + 8 * i, shape, INT, CUT)
             ok = inside & (c < dim)
             g = tl.load(dy + at * dim + c, mask=ok, other=0.0)
-            gs += (_channels_first(g, VEC, W, OPERAND).reshape(C, 1, 8, 16),)
-            v = tl.load(x + at * dim + c, mask=_valid(mask, at, ok, MASK), other=0.0)
-            vs += (_channels_first(v, VEC, W, OPERAND).permute(0, 2, 1),)
+            gs += (_channels_first(g.to(ROUND), VEC, W, OPERAND).reshape(C, 1, 8, 16),)
+            v = tl.load(x + at * dim + c, mask=axis_lines.valid(mask, at, ok, MASK), other=0.0)
+            vs += (_channels_first(v.to(ROUND), VEC, W, OPERAND).permute(0, 2, 1),)
         gs += (nothing,)
         for j in tl.static_range(2 * NB):
             new = ()
@@ -250,106 +235,91 @@ def _correlate_kernel(
 
 
 # ------------------------------------------------------------------------------------ launches
-def _longest(x: Tensor) -> int:
-    return LONGEST if x.element_size() == 2 else LONGEST // 2
-
-
-class Lines(NamedTuple):
-    """Lines along an axis: their blocks of 16 tokens (a power of two, so that few kernels serve all
-    lengths), their number, and their tokens. Token r of line i is i // inner * n * inner + i %
-    inner + r * inner; or table (lines, 3) int32 has first token, step and length of each line."""
-
-    axis: int
-    blocks: int
-    lines: int
-    n: int = 0
-    inner: int = 1
-    table: Tensor | None = None
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"lines": self.lines, "n": self.n, "inner": self.inner, "outer": self.n * self.inner}
-
-
-Tables = Sequence[tuple[int, int, Tensor]]  # axis, longest line, table
-
-
-def _walk(x: Tensor, tables: Tables | None) -> list[Lines]:
-    """Return the lines of tokens (batch, *grid, dim), or of packed tokens (length, dim)."""
-    if tables is not None:
-        return [Lines(a, cdiv(most, 16), len(table), most, 1, table) for a, most, table in tables]
-    shape = x.shape[:-1]
-    return [
-        Lines(a, power_of_2(cdiv(n, 16)), shape.numel() // n, n, shape[2 + a :].numel())
-        for a, n in enumerate(shape[1:])
-    ]
+def _longest(products: torch.dtype) -> int:
+    return LONGEST if products.itemsize == 2 else LONGEST // 2
 
 
 def _launch(
-    x: Tensor, lines: int, blocks: int, width: int, plan: tuple[int, int, int, int]
+    x: Tensor, lines: Lines, products: torch.dtype, width: int, plan: tuple[int, int, int, int]
 ) -> tuple[int, int, dict[str, Any]]:
-    """Return, for programs that take `width` lines at a time, how many share a block of channels,
+    """Return, for programs that take `width` tiles at a time, how many share a block of channels,
     how many there are, and their constants. (The interpreter cannot multiply bfloat16.)"""
     vec, warps, each, stages = plan
     dim = x.shape[-1]
     unit = next(u for u in (8, 4, 2, 1) if dim % u == 0)
     channels = cdiv(dim, vec * warps)
-    splits = min(cdiv(lines, width), max(1, each * processors(x) // channels))
-    kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+    splits = min(cdiv(lines.lines * lines.tiles, width), max(1, each * processors(x) // channels))
     constants = {
+        **lines.sizes,
         "units": dim // unit,
-        "NB": blocks,
+        "NB": lines.blocks,
         "VEC": vec,
         "W": warps,
         "UNIT": unit,
         "LONG": x.numel() >= 2**31,
-        "OPERAND": kind[x.dtype] if x.is_cuda else tl.float32,
-        "PRECISION": "tf32x3" if x.dtype == torch.float32 or not x.is_cuda else "tf32",
+        "CUT": lines.cut,
+        "ROUND": KINDS[products],
+        "OPERAND": KINDS[products] if x.is_cuda else tl.float32,
+        "PRECISION": "tf32x3" if products == torch.float32 or not x.is_cuda else "tf32",
         "num_warps": warps,
         "num_stages": stages,
     }
     return splits, splits * channels, constants
 
 
-def _key(x: Tensor, mask: Tensor | None, walk: list[Lines]) -> tuple[Any, ...]:
-    """Return what launches depend on."""
-    lines = tuple((*line[:5], line.table is None) for line in walk)
-    return x.device, x.dtype, x.shape, mask is None, lines
-
-
-def _product_plan(x: Tensor, masked: bool, residual: bool, flip: bool, walk: list[Lines], span: int) -> list[Launch]:
-    plans, launches = PRODUCT if x.element_size() == 2 else PRODUCT_FULL, []
+def _product_plan(
+    x: Tensor, masked: bool, residual: bool, flip: bool, walk: list[Lines], span: int, products: torch.dtype
+) -> list[Launch]:
+    plans, launches = PRODUCT if products.itemsize == 2 else PRODUCT_FULL, []
     for lines in walk:
-        _, programs, constants = _launch(x, lines.lines, lines.blocks, 8, plans[lines.blocks])
+        _, programs, constants = _launch(x, lines, products, 8, plans[lines.blocks])
         constants |= {"ADD": lines.axis > 0, "RESIDUAL": residual and lines.axis == 0, "flip": -1 if flip else 1}
         constants |= {"MASK_IN": masked and not flip, "MASK_OUT": masked and flip, "span": span}
-        launches.append(Launch(_product_kernel, (programs,), **lines.sizes, **constants))
+        launches.append(Launch(_product_kernel, (programs,), **constants))
     return launches
 
 
 def _product(
-    x: Tensor, weights: list[Any], mask: Tensor | None, residual: bool, flip: bool, walk: list[Lines]
-) -> Tensor:
-    """Return the sum of products over axes; flip: of transposed products, which give dx from dy."""
-    span, y = 16 * max(lines.blocks for lines in walk), torch.empty_like(x)
-    taps = axis_taps.taps(x, span, weights)
+    x: Tensor,
+    weights: list[Any],
+    mask: Tensor | None,
+    residual: bool,
+    flip: bool,
+    walk: list[Lines],
+    products: torch.dtype,
+    dtype: torch.dtype,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the sum of products over axes, and the states that enter the tiles of the lines of each axis that has
+    several; flip: of transposed products, which give dx from dy."""
+    span, y = 16 * max(lines.blocks for lines in walk), torch.empty_like(x, dtype=dtype)
+    taps = axis_taps.taps(x, span, weights, products)
+    key = (x.device, x.dtype, x.shape, mask is None, axis_lines.key(walk), residual, flip, products, dtype)
     launches = remembered(
-        ("product", _key(x, mask, walk), residual, flip),
-        lambda: _product_plan(x, mask is not None, residual, flip, walk, span),
+        ("product", *key), lambda: _product_plan(x, mask is not None, residual, flip, walk, span, products)
     )
+    entering: list[Tensor | None] = []
     for lines, launch in zip(walk, launches, strict=True):
         launch(x, y, mask, lines.table, taps[lines.axis])
-    return y
+        if lines.tiles == 1:
+            entering.append(None)
+            continue
+        states = States.of(_ways(weights, lines.axis))
+        weighed = axis_states.entering(x, None if flip else mask, lines, states, products, flip, weigh=True)
+        axis_states.read(y, mask if flip else None, lines, states, weighed, products, flip)
+        entering.append(weighed)
+    return y, entering
+
+
+def _ways(weights: list[Any], axis: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the coefficients and log decays of the ways in which an axis is scanned."""
+    last = axis - len(weights[0])  # those of the reverse direction belong to the last axes
+    pairs = [(weights[0][axis], weights[1][axis])]
+    return pairs if weights[2] is None or -last > len(weights[2]) else [*pairs, (weights[2][last], weights[3][last])]
 
 
 def supported(x: Tensor) -> str:
     """Return why the kernels do not support x; empty if they do."""
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"{x.dtype}: expected float32, bfloat16 or float16"
-    if max(x.shape[1:-1]) > _longest(x):
-        most = f"{LONGEST} in 16 bits, {LONGEST // 2} in float32"
-        return f"lines of {max(x.shape[1:-1])} tokens in {x.dtype}: expected at most {most}"
-    return ""
+    return "" if x.dtype in KINDS else f"{x.dtype}: expected float32, bfloat16 or float16"
 
 
 def forward(
@@ -360,24 +330,30 @@ def forward(
     rlog_decay: Tensor | None = None,
     mask: Tensor | None = None,
     residual: bool = False,
+    products: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
     tables: Tables | None = None,
 ) -> Tensor:
-    """Return the sum of products over axes, plus x itself if `residual`, in the shape of x (batch,
-    *grid, dim). coef (axes, dim, states), log_decay (axes, states), mask (batch, *grid) bool.
-    tables: the lines of samples that lie end to end; then x is (length, dim)."""
+    """Return the sum of products over axes, plus x itself if `residual`, in the shape of x (batch, *grid, dim). coef
+    (axes, dim, states), log_decay (axes, states); rcoef, rlog_decay: the same of the reverse direction, for the last of
+    the axes; mask (batch, *grid) bool. products: the dtype of the products' operands; dtype: that of the result; by
+    default both are that of x. tables: the lines of samples that lie end to end; then x is (length, dim)."""
     x, mask, weights = _prepare(x, mask, coef, log_decay, rcoef, rlog_decay)
+    dtype, products = dtype or x.dtype, products or x.dtype
     if x.numel() == 0:
-        return torch.empty_like(x)
-    return _product(x, weights, mask, residual, False, _walk(x, tables))
+        return torch.empty_like(x, dtype=dtype)
+    walk = axis_lines.walk(x, tables, _longest(products))
+    return _product(x, weights, mask, residual, False, walk, products, dtype)[0]
 
 
-def _correlate_plan(x: Tensor, masked: bool, ways: int, walk: list[Lines]) -> list[tuple[int, Launch]]:
+def _correlate_plan(
+    x: Tensor, masked: bool, ways: list[int], walk: list[Lines], products: torch.dtype
+) -> list[tuple[int, Launch]]:
     """Return the number of splits and the launch for each group of lines."""
-    plans, launches = CORRELATE if x.element_size() == 2 else CORRELATE_FULL, []
+    plans, launches = CORRELATE if products.itemsize == 2 else CORRELATE_FULL, []
     for lines in walk:
-        nb = lines.blocks
-        splits, programs, constants = _launch(x, lines.lines, nb, 16, plans[nb])
-        launch = Launch(_correlate_kernel, (programs,), **lines.sizes, WAYS=ways, MASK=masked, **constants)
+        splits, programs, constants = _launch(x, lines, products, 16, plans[lines.blocks])
+        launch = Launch(_correlate_kernel, (programs,), WAYS=ways[lines.axis], MASK=masked, **constants)
         launches.append((splits, launch))
     return launches
 
@@ -391,6 +367,7 @@ def backward(
     rlog_decay: Tensor | None = None,
     mask: Tensor | None = None,
     residual: bool = False,
+    products: torch.dtype | None = None,
     tables: Tables | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, coef, log_decay, rcoef, rlog_decay."""
@@ -398,22 +375,29 @@ def backward(
     if x.numel() == 0:
         zeros: list[Any] = [None if w is None else torch.zeros_like(w) for w in weights]
         return torch.empty_like(x), zeros[0], zeros[1], zeros[2], zeros[3]
-    dy, ways = dy.contiguous(), 1 if rcoef is None else 2
-    walk = _walk(x, tables)
-    dx = _product(dy, weights, mask, residual, True, walk)
+    dy, products = dy.contiguous(), products or x.dtype
+    walk = axis_lines.walk(x, tables, _longest(products))
+    dx, adjoints = _product(dy, weights, mask, residual, True, walk, products, x.dtype)
     span, (axes, dim, _) = 16 * max(lines.blocks for lines in walk), coef.shape
     dtaps = torch.zeros(axes, dim, 2 * span, device=x.device)
-    launches = remembered(
-        ("correlate", _key(x, mask, walk), dy.dtype, ways), lambda: _correlate_plan(x, mask is not None, ways, walk)
-    )
+    ways = [len(_ways(weights, axis)) for axis in range(axes)]
+    key = (x.device, x.dtype, x.shape, mask is None, axis_lines.key(walk), dy.dtype, tuple(ways), products)
+    launches = remembered(("correlate", *key), lambda: _correlate_plan(x, mask is not None, ways, walk, products))
     for lines, (splits, launch) in zip(walk, launches, strict=True):
         sums = torch.empty(splits, 2 * lines.blocks, 16, 8, dim, device=x.device)
         launch(dy, x, mask, lines.table, sums)
         total = dtaps[lines.axis] if tables is None else torch.zeros_like(dtaps[lines.axis])
-        axis_taps.fold(sums, total, span, ways)
+        axis_taps.fold(sums, total, span, ways[lines.axis])
         if tables is not None:
             dtaps[lines.axis] += total
     grads: list[Any] = axis_taps.weights_grad(dtaps, weights, span)
+    for lines, leaving in zip(walk, adjoints, strict=True):
+        if leaving is not None:
+            states = States.of(_ways(weights, lines.axis))
+            more = axis_states.weights_grad(dy, x, mask, lines, states, leaving, products)
+            for grad, added in zip(_ways(grads, lines.axis), more, strict=True):
+                grad[0].add_(added[0])
+                grad[1].add_(added[1])
     return dx, grads[0], grads[1], grads[2], grads[3]
 
 

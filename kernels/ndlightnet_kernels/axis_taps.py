@@ -1,7 +1,7 @@
 """Taps of MD-TPE's Toeplitz products, computed from coefficients and decays, and their gradients.
 
 taps[axis, c, span + lag] = sum_t coef[axis, c, t] lambda_t^lag; for lag < 0 with the coefficients
-and decays of the reverse direction, and -lag.
+and decays of the reverse direction, and -lag. The reverse direction may belong to the last axes only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _powers(log_decay, lag, t, states):
     return tl.where((lag[None] >= 0) & (t < states)[:, None], power, 0.0)
 
 
-@triton.jit(do_not_specialize=["span", "states"])
+@triton.jit(do_not_specialize=["span", "states", "skip"])
 def _taps_kernel(
     coef,
     log_decay,
@@ -36,12 +36,14 @@ def _taps_kernel(
     dim,
     states,
     span,
+    skip,
     LAGS: tl.constexpr,
     C: tl.constexpr,
     E: tl.constexpr,
     TWO_WAY: tl.constexpr,
 ):
-    """Compute taps[axis, c, span + lag] for -span <= lag < span."""
+    """Compute taps[axis, c, span + lag] for -span <= lag < span. skip: axes without a
+    reverse direction."""
     axis = tl.program_id(2)
     c = tl.program_id(1) * C + tl.arange(0, C)
     lag = tl.program_id(0) * LAGS + tl.arange(0, LAGS) - span
@@ -53,9 +55,11 @@ def _taps_kernel(
         power = _powers(log_decay + axis * states, lag, t, states)
         acc = tl.dot(tl.load(coef + at, mask=ok, other=0.0), power, acc, input_precision="ieee")
         if TWO_WAY:  # lag 0 counts once, with the forward weights
-            back = tl.where(lag < 0, -lag, -1)
-            power = _powers(rlog_decay + axis * states, back, t, states)
-            acc = tl.dot(tl.load(rcoef + at, mask=ok, other=0.0), power, acc, input_precision="ieee")
+            back = tl.where((lag < 0) & (axis >= skip), -lag, -1)
+            power = _powers(rlog_decay + tl.maximum(axis - skip, 0) * states, back, t, states)
+            at -= skip * dim * states
+            weight = tl.load(rcoef + at, mask=ok & (axis >= skip), other=0.0)
+            acc = tl.dot(weight, power, acc, input_precision="ieee")
     at = (axis * dim + c)[:, None].to(tl.int64) * (2 * span) + (lag + span)[None]
     tl.store(taps + at, acc.to(taps.dtype.element_ty), mask=(c < dim)[:, None])
 
@@ -106,16 +110,17 @@ def _weights_grad_kernel(
     tl.store(dlog + (axis * tl.num_programs(0) + tl.program_id(0)) * states + t, slope, mask=t < states)
 
 
-def taps(x: Tensor, span: int, weights: list[Tensor | None]) -> Tensor:
-    """Return the taps (axes, dim, 2 span), in the dtype of x, which tensor cores multiply."""
+def taps(x: Tensor, span: int, weights: list[Tensor | None], products: torch.dtype) -> Tensor:
+    """Return the taps (axes, dim, 2 span), in the dtype of the products' operands."""
     coef, log_decay, rcoef, rlog_decay = weights
     assert coef is not None
     axes, dim, states = coef.shape
-    out = torch.empty(axes, dim, 2 * span, dtype=x.dtype, device=x.device)
-    two_way, grid = rcoef is not None, (2 * span // 32, cdiv(dim, 16), axes)
+    out = torch.empty(axes, dim, 2 * span, dtype=products, device=x.device)
+    skip, grid = axes if rcoef is None else axes - len(rcoef), (2 * span // 32, cdiv(dim, 16), axes)
+    sizes = {"dim": dim, "states": states, "span": span, "skip": skip}
     launch = remembered(
-        ("taps", x.device, x.dtype, grid, dim, states, two_way),
-        lambda: Launch(_taps_kernel, grid, dim=dim, states=states, span=span, LAGS=32, C=16, E=16, TWO_WAY=two_way),
+        ("taps", x.device, products, grid, dim, states, skip),
+        lambda: Launch(_taps_kernel, grid, **sizes, LAGS=32, C=16, E=16, TWO_WAY=skip < axes),
     )
     launch(coef, log_decay, rcoef, rlog_decay, out)
     return out
@@ -151,6 +156,6 @@ def weights_grad(dtaps: Tensor, weights: list[Tensor | None], span: int) -> list
             ("weights", coef.device, grid, dim, states, span, way),
             partial(Launch, _weights_grad_kernel, grid, dim=dim, states=states, span=span, WAY=way, C=16, E=each),
         )
-        launch(dtaps, coef, log_decay, dcoef, dlog)
+        launch(dtaps[-axes:], coef, log_decay, dcoef, dlog)
         grads += [dcoef, dlog.sum(1)]
     return grads

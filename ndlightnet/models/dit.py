@@ -130,9 +130,8 @@ class NDLightDiT(Pretrained):
         tokens = self.embed(x)
         grid = Grid.of(tokens)
         # the residual stream stays in the parameters' precision under autocast
-        tokens = grid.flatten(tokens).to(weight.dtype)
-        if self.tpe is not None:
-            tokens = self.tpe(tokens, layout=grid)
+        tokens, dtype = grid.flatten(tokens), weight.dtype
+        tokens = tokens.to(dtype) if self.tpe is None else self.tpe(tokens, layout=grid, dtype=dtype)
         condition = self._condition(t, y, len(x), x.device)
         for block in self.blocks:
             if self.grad_checkpointing and self.training:

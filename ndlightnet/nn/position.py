@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from ndlightnet.layout import Grid, Layout, as_layout
 from ndlightnet.nn.initial import Device, Initialized, Space, assign
 from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step, supported
 from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import product_dtype
 from ndlightnet.ops.position import Kind, slots_of
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.parallel import layout_of_tokens
@@ -91,29 +93,24 @@ class MDTPE(Initialized):
         assign(self.logit, -torch.log(torch.expm1(1 / time)))
 
     def weights(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-        """Return the forward and, if any, backward weights: coefficients (dims, dim, states) and
-        log decays (dims, states), float32 (float64 for a float64 network).
+        """Return the forward and, if any, backward weights: coefficients (axes, dim, states) and log decays (axes,
+        states), float32 (float64 for a float64 network), of all axes and of the last ones.
 
         Coefficients are scaled by 1 - decay, so that a slow state weighs no more than a fast one.
         """
         logit = _at_least_float32(self.logit)
         log_decay = torch.nn.functional.logsigmoid(logit)
         coef = _at_least_float32(self.coef) * torch.sigmoid(-logit)[:, None]
-        forward = coef[: self.dims], log_decay[: self.dims]
-        backward = coef[self.dims :], log_decay[self.dims :]
-        if len(backward[0]) == 0:
-            return forward, None
-        if len(backward[0]) < self.dims:  # along the first axis there is no backward scan
-            zeros = (torch.zeros_like(x[:1]) for x in forward)
-            backward = tuple(torch.cat(pair) for pair in zip(zeros, backward, strict=True))  # type: ignore
-        return forward, backward
+        forward, backward = ((coef[rows], log_decay[rows]) for rows in (slice(self.dims), slice(self.dims, None)))
+        return forward, backward if len(backward[0]) else None
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, layout: Layout | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid). With a layout tokens may also be
-        (batch, length, dim), and a pack is (length, dim). dtype: of the result, by default that of x."""
-        grid = layout or layout_of_tokens(x)
+        (batch, length, dim), and a pack is (length, dim). dtype: of the result, by default that of x. Under autocast
+        tokens and sums are rounded to its dtype, x itself is not."""
+        grid, products = layout or layout_of_tokens(x), product_dtype(x)
         with exact(x):
             (coef, log_decay), reverse = self.weights()
             y = axis_scan(
@@ -124,6 +121,7 @@ class MDTPE(Initialized):
                 grid.flatten_mask(mask),
                 layout=grid,
                 residual=True,
+                products=products,
                 dtype=dtype,
                 impl=self.impl,
             )
@@ -134,9 +132,7 @@ class MDTPE(Initialized):
         grid = (layout or layout_of_tokens(x)).whole
         if self.impl != "auto":
             return self.impl
-        longest = max(size for shape in grid.shapes for size in shape)
-        like = x.new_empty(0, *[longest] * grid.ndim, x.shape[-1], dtype=dtype)
-        support = supported("axis_scan", like)
+        support = supported("axis_scan", x.new_empty(0, *[1] * grid.ndim, x.shape[-1]))
         return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
     def init_state(self, batch: int, space: Space = (), device: Device = None) -> Tensor:
@@ -148,7 +144,7 @@ class MDTPE(Initialized):
         """Encode the next frames (batch, frames, *space, dim); return them and the next state."""
         if len(self.coef) == 2 * self.dims:
             raise ValueError("advance: expected an MDTPE(causal=True) or bidirectional=False")
-        grid, before = layout or layout_of_tokens(x), state.flatten(0, -3)
+        grid, before, products = layout or layout_of_tokens(x), state.flatten(0, -3), product_dtype(x)
         with exact(x):
             (coef, log_decay), reverse = self.weights()
             lines = grid.lines(x, 0)
@@ -160,8 +156,8 @@ class MDTPE(Initialized):
                 after = line_state(lines, log_decay[0], before)
             out = x + grid.unlines(y, 0)
             if grid.ndim > 1:
-                back = None if reverse is None else (reverse[0][1:], reverse[1][1:])
                 frame, within = x.flatten(0, 1), grid.frame()
-                y = axis_scan(within.flatten(frame), coef[1:], log_decay[1:], back, layout=within, impl=self.impl)
+                options: Any = {"layout": within, "products": products, "impl": self.impl}
+                y = axis_scan(within.flatten(frame), coef[1:], log_decay[1:], reverse, **options)
                 out = out + y.view_as(x)
         return out, after.view_as(state)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.ops.dtypes import product_dtype
 from ndlightnet.ops.plain import plain
 from ndlightnet.parallel import split_sizes
 
@@ -38,12 +39,7 @@ class _InSlabs:
         slabs = self._slabs(x)
         if not slabs:
             return None
-        kind = x.device.type
-        inputs: list[Any] = [x, weight, bias]
-        # as autocast does, which leaves out float64 and which some devices do not have
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            to = torch.get_autocast_dtype(kind)
-            inputs = [t if t is None or t.dtype == torch.float64 else t.to(to) for t in inputs]
+        inputs: list[Any] = [t if t is None else t.to(product_dtype(t)) for t in (x, weight, bias)]  # as autocast does
         padding = [0, *self.padding[1:]]  # `_read` has that along the first axis
         options = self.stride, padding, self.dilation, self.transposed, self.output_padding, self.groups
         return _Convolve.apply(slabs, options, *inputs)

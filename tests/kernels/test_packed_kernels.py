@@ -284,5 +284,5 @@ def test_operators():
         torch.library.opcheck(operator.overload, (*arguments, *where), test_utils=checks)
     x = torch.randn(1, layout.length, 6, device=DEVICE, requires_grad=True)
     coef, decay = torch.randn(3, 6, 4, device=DEVICE), -torch.rand(3, 4, device=DEVICE)
-    tables = scan.of_samples(layout, x.device)
-    torch.library.opcheck(scan.scan.overload, (x, coef, decay, None, None, None, True, *tables), test_utils=checks)
+    inputs = x, coef, decay, None, None, None, True, BRAIN, FULL, *scan.of_samples(layout, x.device)
+    torch.library.opcheck(scan.scan.overload, inputs, test_utils=checks)

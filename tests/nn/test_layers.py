@@ -105,7 +105,8 @@ def test_mdtpe_adds_a_line_product_per_axis_and_way(close, shape, bidirectional,
         flat = lines.flatten(0, -3)
         y = line_scan(flat, forth[0][axis], forth[1][axis])
         if axis in returning:
-            y = y + line_scan(flat.flip(1), back[0][axis], back[1][axis]).flip(1) - flat * back[0][axis].sum(-1)
+            coef, log_decay = (w[returning.index(axis)] for w in back)
+            y = y + line_scan(flat.flip(1), coef, log_decay).flip(1) - flat * coef.sum(-1)
         expected = expected + y.reshape(lines.shape).movedim(-2, 1 + axis)
     close(tpe(x), expected, 1e-5)
     for g in grad(tpe(x).square().sum(), list(tpe.parameters())):

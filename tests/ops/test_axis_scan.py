@@ -1,5 +1,7 @@
 """MD-TPE: the chunked recurrence against Toeplitz matrices built by hand, and step by step."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -186,9 +188,12 @@ def test_errors_show_the_shapes():
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 def test_a_dtype_is_that_of_the_sums(impl):
+    """The dtype of products is that to which tokens and sums are rounded, but not the tokens that are added."""
     x, c, log_decay, _ = (t.float() for t in sample(9))
-    weights = (c[None], log_decay[None])
-    x = x.bfloat16()
-    y = axis_scan(x, *weights, dtype=torch.float32, residual=True, impl=impl)
-    assert y.dtype == torch.float32
-    assert torch.equal(y, axis_scan(x.float(), *weights, residual=True, impl=impl))
+    scan = partial(axis_scan, coef=c[None], log_decay=log_decay[None], impl=impl)
+    low = x.bfloat16()
+    y = scan(low, dtype=torch.float32, residual=True)
+    assert y.dtype == torch.float32 and torch.equal(y, low + scan(low, dtype=torch.float32))
+    assert torch.equal(scan(x, products=torch.bfloat16, residual=True), x + scan(low, dtype=torch.float32))
+    exactly = scan(low, products=torch.float32, dtype=torch.float32, residual=True)
+    assert torch.equal(exactly, scan(low.float(), residual=True))

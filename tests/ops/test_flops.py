@@ -77,7 +77,7 @@ def test_operators_on_grids(both):
     x, coef, decay = empty(2, 5, 6, 8), empty(2, 8, 4), empty(2, 4)
     back = (empty(2, 8, 4), empty(2, 4)) if both else (None, None)
     forward = 4 * (2 * 5 * 6 * 8) * 2 * 4 * (1 + both)
-    scan = (x, coef, decay, *back, None, False, None, [])
+    scan = (x, coef, decay, *back, None, False, torch.bfloat16, torch.float32, None, [])
     assert count(lambda: ops.axis_scan(*scan)) == forward
     assert count(lambda: ops.axis_scan(*scan).sum().backward()) == 3 * forward
     tokens, weight = empty(2, 30, 8), empty(3, 8)

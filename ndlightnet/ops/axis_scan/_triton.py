@@ -62,18 +62,19 @@ def _limits(x: Tensor, *_: Any, **__: Any) -> str:
 
 def _flops(x: Sequence[int], coef: Sequence[int], rcoef: Sequence[int] | None, **_: Any) -> int:
     """A state of each channel decays and is read, along each axis and way."""
-    return 4 * math.prod(x) * coef[0] * coef[2] * (1 if rcoef is None else 2)
+    return 4 * math.prod(x) * coef[2] * (coef[0] + (0 if rcoef is None else rcoef[0]))
 
 
 INPUTS = (
-    f"Tensor x, Tensor coef, Tensor log_decay, Tensor? rcoef, Tensor? rlog_decay, Tensor? mask, bool residual, {LINES}"
+    "Tensor x, Tensor coef, Tensor log_decay, Tensor? rcoef, Tensor? rlog_decay, Tensor? mask, bool residual, "
+    "ScalarType products"
 )
 scan = Operator(
-    f"axis_scan({INPUTS}) -> Tensor y",
+    f"axis_scan({INPUTS}, ScalarType dtype, {LINES}) -> Tensor y",
     _forward,
-    lambda x, *_: x.new_empty(x.shape),
+    lambda x, *rest: x.new_empty(x.shape, dtype=rest[-3]),
     Gradient(
-        f"axis_scan_backward(Tensor dy, {INPUTS}) "
+        f"axis_scan_backward(Tensor dy, {INPUTS}, {LINES}) "
         "-> (Tensor dx, Tensor dcoef, Tensor dlog_decay, Tensor drcoef, Tensor drlog_decay)",
         _backward,
     ),

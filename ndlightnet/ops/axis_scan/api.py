@@ -29,6 +29,7 @@ def axis_scan(
     *,
     layout: Layout | None = None,
     residual: bool = False,
+    products: torch.dtype | None = None,
     dtype: torch.dtype | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -36,36 +37,49 @@ def axis_scan(
 
     layout: if given, x is (batch, length, dim) and mask (batch, length); with a Ragged no line leaves its sample; lines
     go through all slabs of a grid, each of which scans some channels. residual: x itself is added, without another pass
-    over memory. dtype: what x is converted to first, by default its own; slabs exchange it before.
+    over memory. products: the dtype to which tokens, and the sum along an axis, are rounded; by default that of x.
+    dtype: that of the result, to which x is not rounded; by default that of x.
 
-    coef: (axes, dim, states); log_decay: (axes, states) <= 0. `reverse`: the same pair for the
-    reverse direction (bidirectional; a token itself counts once, with the forward weights). mask:
-    (batch, *grid), False where a token is padding and adds nothing.
+    coef: (axes, dim, states); log_decay: (axes, states) <= 0. `reverse`: the same pair for the reverse direction of the
+    last axes, or of all (a token itself counts once, with the forward weights). mask: (batch, *grid), False where a
+    token is padding and adds nothing.
     """
     check_floats(x=x)
     grid = Grid.of(x) if layout is None else layout
-    expected = (grid.ndim, x.shape[-1])
-    for name, c, decay in (("", coef, log_decay), ("reverse ", *(reverse or (coef, log_decay)))):
-        if c.ndim != 3 or tuple(c.shape[:2]) != expected or decay.shape != (grid.ndim, c.shape[2]):
-            raise ValueError(
-                f"{name}coef {tuple(c.shape)} and log_decay {tuple(decay.shape)}: expected "
-                f"{(*expected, 'states')} and {(grid.ndim, 'states')} for x {tuple(x.shape)} of "
-                f"{grid.ndim} axes"
-            )
+    _check_weights(grid.ndim, x, "", coef, log_decay)
+    if reverse is not None:
+        _check_weights(min(len(reverse[0]), grid.ndim), x, "reverse ", *reverse)
     if layout is None:
-        options: Any = {"residual": residual, "dtype": dtype, "impl": impl}
+        options: Any = {"residual": residual, "products": products, "dtype": dtype, "impl": impl}
         flat, tokens_mask = grid.flatten(x), grid.flatten_mask(mask)
         return grid.unflatten(axis_scan(flat, coef, log_decay, reverse, tokens_mask, layout=grid, **options))
     grid.check_flat(x)
+
+    products, dtype = products or x.dtype, dtype or x.dtype
+    within = partial(_scan, residual=residual, dtype=dtype)
+    if grid.shared:  # slabs exchange only what is scanned
+        within = partial(_scan, residual=False, dtype=products)
 
     def scan(grid: Any, channels: slice | None, x: Tensor, mask: Tensor | None) -> Tensor:
         weights = coef, log_decay, reverse
         if channels is not None:
             back = None if reverse is None else (reverse[0][:, channels], reverse[1])
             weights = coef[:, channels], log_decay, back
-        return _scan(grid, x if dtype is None else x.to(dtype), *weights, mask, residual, impl)
+        return within(grid, x, *weights, mask, products=products, impl=impl)
 
-    return grid.map_channels(scan, x, mask)
+    if not grid.shared:
+        return grid.map_channels(scan, x, mask)
+    y = grid.map_channels(scan, x.to(products), mask).to(dtype)
+    return x + y if residual else y
+
+
+def _check_weights(axes: int, x: Tensor, name: str, coef: Tensor, log_decay: Tensor) -> None:
+    expected = (axes, x.shape[-1])
+    if coef.ndim != 3 or tuple(coef.shape[:2]) != expected or log_decay.shape != (axes, coef.shape[2]):
+        raise ValueError(
+            f"{name}coef {tuple(coef.shape)} and log_decay {tuple(log_decay.shape)}: expected "
+            f"{(*expected, 'states')} and {(axes, 'states')} for x {tuple(x.shape)} of {axes} axes"
+        )
 
 
 def _scan(
@@ -76,46 +90,43 @@ def _scan(
     reverse: Way | None,
     mask: Tensor | None,
     residual: bool,
+    products: torch.dtype,
+    dtype: torch.dtype,
     impl: Impl,
 ) -> Tensor:
     """Scan whole lines of tokens (batch, length, dim) along all axes."""
     if x.numel() == 0:
         resolve("axis_scan", impl, x)
-        return empty_result(x, coef, log_decay, *(reverse or ()))
+        return empty_result(x, coef, log_decay, *(reverse or ())).to(dtype)
     table, groups = _triton.of_samples(grid, x.device) or _triton.of_grid()
-    if table is None:
-        cells = longest = grid.unflatten(x)
-    else:
-        filled = zip(grid.shapes, grid.lengths, strict=True)
-        cells, longest = x, x[:, : max(max(shape) for shape, n in filled if n)]
-    chosen = resolve("axis_scan", impl, longest)
+    cells = grid.unflatten(x) if table is None else x
+    chosen = resolve("axis_scan", impl, cells)
     if chosen == "triton":
         back = (None, None) if reverse is None else tuple(w.float() for w in reverse)
         weights = (coef.float(), log_decay.float(), *back)
         tokens_mask = mask if mask is None or cells is x else grid.unflatten(mask)
-        out: Tensor = _triton.scan(cells, *weights, tokens_mask, residual, table, groups)
+        out: Tensor = _triton.scan(cells, *weights, tokens_mask, residual, products, dtype, table, groups)
         return grid.flatten(out) if cells is not x else out
     # even NaN in the padding cannot leak
-    source = x if mask is None else x.masked_fill(~mask[..., None], 0)
+    source = (x if mask is None else x.masked_fill(~mask[..., None], 0)).to(products)
     run = _scan_reference if chosen == "reference" else line_scan
     with exact(x):
-        total = x if residual else torch.zeros_like(x)
+        total = torch.zeros_like(x, dtype=dtype)
         for axis in range(grid.ndim):
-            along = partial(_both_ways, run=run, axis=axis, coef=coef, log_decay=log_decay, reverse=reverse)
-            total = total + grid.map_lines(along, source, axis)
-        return total
+            way, last, way_back = (coef[axis], log_decay[axis]), axis - grid.ndim, None
+            if reverse is not None and -last <= len(reverse[0]):
+                way_back = reverse[0][last], reverse[1][last]
+            total = total + grid.map_lines(partial(_both_ways, run=run, way=way, reverse=way_back), source, axis)
+        return x + total if residual else total
 
 
-def _both_ways(
-    lines: Tensor, run: Callable[..., Tensor], axis: int, coef: Tensor, log_decay: Tensor, reverse: Way | None
-) -> Tensor:
+def _both_ways(lines: Tensor, run: Callable[..., Tensor], way: Way, reverse: Way | None) -> Tensor:
     """Run the recurrence along lines (lines, n, dim) of an axis both ways; a token counts once."""
-    y = run(lines, coef[axis], log_decay[axis])
+    y = run(lines, *way)
     if reverse is None:
         return y
-    back, decay = reverse[0][axis], reverse[1][axis]
-    y = y + run(lines.flip(1), back, decay).flip(1)
-    return y - lines * back.sum(-1).to(lines.dtype)
+    y = y + run(lines.flip(1), *reverse).flip(1)
+    return y - lines * reverse[0].sum(-1).to(lines.dtype)
 
 
 def _scan_reference(x: Tensor, coef: Tensor, log_decay: Tensor) -> Tensor:

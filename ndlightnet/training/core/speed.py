@@ -1,4 +1,4 @@
-"""Gradient checkpointing, the same for every network, and a note of what runs without a kernel."""
+"""Gradient checkpointing, the same for every network."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.nn import MDTPE, Block
-from ndlightnet.training.report.results import log_rank_zero
+from ndlightnet.nn import Block
 
 
 def checkpoint_blocks(net: nn.Module) -> None:
@@ -34,21 +33,3 @@ def _forward(block: Block, *inputs: Any, **named: Any) -> Any:
     if not block.training:
         return forward(block, *inputs, **named)
     return checkpoint(forward, block, *inputs, use_reentrant=False, **named)
-
-
-def note_torch_lines(net: nn.Module) -> None:
-    """Print a note at the first call of an MD-TPE whose lines its kernel does not take, for each in a network."""
-    for module in net.modules():
-        if isinstance(module, MDTPE):
-            hooks: list[Any] = []
-            note = partial(_note_torch_lines, hooks)
-            hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
-
-
-def _note_torch_lines(hooks: list[Any], module: MDTPE, inputs: Any, named: dict[str, Any]) -> None:
-    hooks.pop().remove()
-    arguments = dict(zip(("x", "mask", "layout", "dtype"), inputs, strict=False)) | named
-    arguments.pop("mask", None)
-    runs = module.implementation(**arguments)
-    if "lines of" in runs:
-        log_rank_zero([f"MD-TPE runs in {runs}; it is slower than the kernel"])

@@ -22,7 +22,7 @@ from ndlightnet.training.core.checkpoints import describe, load_initial, some_of
 from ndlightnet.training.core.costs import CostMonitor
 from ndlightnet.training.core.optim import adamw_with_cosine
 from ndlightnet.training.core.options import check
-from ndlightnet.training.core.speed import checkpoint_blocks, note_torch_lines
+from ndlightnet.training.core.speed import checkpoint_blocks
 from ndlightnet.training.report.figures import figure_names
 from ndlightnet.training.report.results import log_rank_zero
 
@@ -212,8 +212,6 @@ class Task(L.LightningModule):
     def on_fit_start(self) -> None:
         """Capture the network in a CUDA graph, if so configured."""
         if not self.cuda_graph:
-            if self.device.type == "cuda" and not self.compiles:
-                note_torch_lines(self.net)
             return
         inputs = self.example_inputs()
         expected = f"false: batches of {type(self).__name__} have many shapes"

@@ -3,8 +3,7 @@
 A slab's process sends, in a step forward and backward, for each sample:
   attention     in each layer its States to all others, twice
   local mixing  in each layer its first and last planes to its neighbours, twice
-  MD-TPE        all its tokens, but for its own share of the channels, four times: twice as values,
-                twice as the residual stream
+  MD-TPE        all its tokens, but for its own share of the channels, four times
 and for all samples its gradients, once (a ring all-reduce: twice their bytes).
 """
 
@@ -26,7 +25,7 @@ LATENCY, FAR_LATENCY = 20e-6, 40e-6
 @dataclass(frozen=True)
 class Network:
     """dim, depth, head_dim: of NDLightNet. parameters: their number. radius: of local mixing.
-    element: bytes of a number of the values (2 under autocast); exact: of the residual stream."""
+    element: bytes of a number of the values (2 under autocast)."""
 
     dim: int = 384
     depth: int = 12
@@ -34,7 +33,6 @@ class Network:
     parameters: int = 21_746_314  # on volumes, ten classes, a token for each cell
     radius: int = 1
     element: int = 2
-    exact: int = 4
 
 
 def sent(net: Network, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dict[str, float]:
@@ -47,7 +45,7 @@ def sent(net: Network, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dic
     return {
         "attention": batch * 2 * net.depth * state * (slabs - 1),
         "local mixing": batch * 2 * net.depth * sides * net.radius * plane * net.dim * net.element,
-        "MD-TPE": batch * 2 * tokens * net.dim * (net.element + net.exact) * (slabs - 1) / slabs,
+        "MD-TPE": batch * 4 * tokens * net.dim * net.element * (slabs - 1) / slabs,
         "gradients": 2 * net.parameters * 4 * (slabs - 1) / slabs,
     }
 

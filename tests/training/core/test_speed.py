@@ -116,16 +116,3 @@ def test_what_checkpointing_refuses_and_leaves(monkeypatch):
     speed.checkpoint_blocks(net)
     monkeypatch.setattr(speed, "checkpoint", lambda *_, **__: pytest.fail("in evaluation"))
     net.eval()(torch.randn(2, 6, 2), torch.randn(2, 9, 4))
-
-
-def test_lines_that_the_kernel_does_not_take_are_told_once(capsys):
-    pytest.importorskip("triton")  # without it there is another reason
-    net = NDLightNet(1, 1, 3, patch_size=1, **SMALL)
-    for lengths in ((64,), (65, 70)):
-        speed.note_torch_lines(net)
-        for length in lengths:
-            net(torch.randn(1, 1, length))
-    assert capsys.readouterr().err == (
-        "note: MD-TPE runs in torch (lines of 65 tokens in torch.float32: expected at most 128 in "
-        "16 bits, 64 in float32); it is slower than the kernel\n"
-    )

@@ -1,0 +1,416 @@
+"""States that MD-TPE carries between the tiles of long lines, as products of matrices.
+
+Within a tile a line is a dense product (`axis_scan`). What earlier tiles add is a sum over states,
+which all channels share but for their coefficients: for token l of a tile
+
+y[l] += sum_t coef[c, t] lambda_t^(l + 1) h[t, c],   h <- lambda_t^tile h + sum_r lambda_t^(tile - 1 - r) x[r, c]
+
+(reverse: the same from the tile's other end). So a tile's sums are a product with the matrix of
+powers, states go from tile to tile element by element, and reading them is a product again.
+
+States: [tile, channel, way and state], what enters each tile. A tile's sums are written where they
+enter, in the next tile (reverse: in the one before), so lines of two tiles need no more. Nothing
+enters a line's first tile forward and its last one in reverse; nothing is written or read there.
+
+The gradient of coef sums, over tiles, h times the sums of dy that h is read by; that of log_decay
+weighs every pair of tokens with its distance: the part in the earlier tile, in the later one, and
+one tile for each tile between them, which are products of h and of its adjoint.
+"""
+
+# mypy: disable-error-code="assignment, var-annotated"
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ndlightnet_kernels import axis_lines
+from ndlightnet_kernels.axis_lines import Lines
+from ndlightnet_kernels.launch import Launch, remembered
+from ndlightnet_kernels.tiles import cdiv, power_of_2, processors
+
+KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+# Plans for bfloat16 states and for float32 ones: channels of a program, states of a product at a
+# time, warps, stages of loads in flight, programs per multiprocessor
+SUMS = {2: (64, 64, 4, 3, 2), 4: (64, 64, 4, 3, 2)}
+READ = {2: (64, 64, 8, 3, 2), 4: (64, 64, 4, 3, 2)}
+GRAD = {2: (64, 64, 4, 1, 2), 4: (64, 32, 4, 1, 2)}
+
+
+@triton.jit
+def _block(block, STATES: tl.constexpr, ROWS: tl.constexpr):
+    """Return a block of states, which are all of one way, as columns; which exist; and the way."""
+    blocks: tl.constexpr = (STATES + ROWS - 1) // ROWS
+    t = block % blocks * ROWS + tl.arange(0, ROWS)
+    way = block // blocks
+    return way * STATES + t, t < STATES, way
+
+
+@triton.jit
+def _power(rates, k, ok, exponent):
+    """Return lambda_k^exponent for columns k, of exponents [tokens, columns] or of one number."""
+    log = tl.load(rates + k, mask=ok, other=0.0)[None] * 1.4426950408889634
+    # avoids 0 * -inf: a decay of 0 still has lambda^0 = 1
+    power = tl.exp2(tl.where(exponent > 0, log * exponent, 0.0))
+    return tl.where(ok[None], power, 0.0)
+
+
+@triton.jit
+def _from_end(i, forward, TILE: tl.constexpr):
+    """Return how far tokens i of a tile lie from the end where their sums leave it, [tokens, 1]."""
+    return tl.where(forward, TILE - 1 - i, i)[:, None]
+
+
+@triton.jit(do_not_specialize=axis_lines.INTS)
+def _sums_kernel(
+    x,
+    mask,
+    table,
+    rates,
+    coef,
+    sums,
+    units,
+    lines,
+    n,
+    inner,
+    outer,
+    tiles,
+    UNIT: tl.constexpr,
+    STATES: tl.constexpr,
+    WAYS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+    FLIP: tl.constexpr,
+    LONG: tl.constexpr,
+    MASK: tl.constexpr,
+    ROUND: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute the sums of tiles, times coef if given, where they enter the next tile."""
+    INT: tl.constexpr = tl.int64 if LONG else tl.int32
+    rows: tl.constexpr = STATES * WAYS
+    dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
+    k, ok_k, way = _block(tl.program_id(2), STATES, ROWS)
+    forward = (way == 0) != FLIP
+    c = tl.program_id(0) * C + tl.arange(0, C)
+    inside = (c < dim)[:, None] & ok_k[None]
+    r = tl.arange(0, TILE)
+    power = _power(rates, k, ok_k, _from_end(r, forward, TILE)).to(OPERAND)
+    weight = tl.full((C, ROWS), 1.0, tl.float32)
+    if coef is not None:
+        weight = tl.load(coef + c[:, None] * rows + k[None], mask=inside, other=0.0)
+    first, last = tl.where(forward, 0, 1), tl.where(forward, inner, -inner)
+    for i in range(tl.program_id(1), lines * (tiles - 1), tl.num_programs(1)):
+        j = i // inner
+        tile = (j // (tiles - 1) * tiles + j % (tiles - 1) + first) * inner + i % inner
+        at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
+        ok = axis_lines.valid(mask, at, ok, MASK)
+        value = tl.load(x + at[:, None] * dim + c[None], mask=ok[:, None] & (c < dim)[None], other=0.0)
+        value = tl.trans(value.to(ROUND).to(OPERAND))
+        out = tl.dot(value, power, input_precision=PRECISION) * weight
+        to = (tl.cast(tile + last, tl.int64) * dim + c)[:, None] * rows + k[None]
+        tl.store(sums + to, out.to(sums.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["dim", "inner", "tiles"])
+def _carry_kernel(
+    sums,
+    rates,
+    dim,
+    inner,
+    tiles,
+    STATES: tl.constexpr,
+    WAYS: tl.constexpr,
+    TILE: tl.constexpr,
+    FLIP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Add to the sums that enter each tile those of all tiles before."""
+    blocks = tl.cdiv(STATES * dim, BLOCK)
+    line, block = tl.program_id(0) // (WAYS * blocks), tl.program_id(0) % (WAYS * blocks)
+    way = block // blocks
+    i = block % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = i < STATES * dim
+    t = way * STATES + i % STATES
+    decay = tl.exp2(tl.load(rates + t, mask=inside, other=0.0) * (1.4426950408889634 * TILE))
+    page = tl.cast(WAYS * STATES * dim, tl.int64)
+    base = sums + ((line // inner).to(tl.int64) * tiles * inner + line % inner) * page
+    base += i // STATES * (WAYS * STATES) + t
+    forward = (way == 0) != FLIP
+    first, step = tl.where(forward, 1, tiles - 2), tl.where(forward, 1, -1)
+    state = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, tiles - 1, GROUP):
+        added = ()
+        for j in tl.static_range(GROUP):
+            tile = first + (start + j) * step
+            added += (tl.load(base + tile * inner * page, mask=inside & (start + j < tiles - 1), other=0.0),)
+        for j in tl.static_range(GROUP):
+            tile = first + (start + j) * step
+            state = state * decay + added[j].to(tl.float32)
+            value = state.to(sums.dtype.element_ty)
+            tl.store(base + tile * inner * page, value, mask=inside & (start + j < tiles - 1))
+
+
+@triton.jit(do_not_specialize=axis_lines.INTS)
+def _read_kernel(
+    y,
+    mask,
+    table,
+    rates,
+    entering,
+    units,
+    lines,
+    n,
+    inner,
+    outer,
+    tiles,
+    UNIT: tl.constexpr,
+    STATES: tl.constexpr,
+    WAYS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    C: tl.constexpr,
+    FLIP: tl.constexpr,
+    LONG: tl.constexpr,
+    MASK: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add to y what the states that enter a tile, times their coefficients, give its tokens."""
+    INT: tl.constexpr = tl.int64 if LONG else tl.int32
+    rows: tl.constexpr = STATES * WAYS
+    dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
+    c = tl.program_id(0) * C + tl.arange(0, C)
+    r = tl.arange(0, TILE)
+    powers = ()
+    for block in tl.static_range(BLOCKS):
+        k, ok_k, way = _block(block, STATES, ROWS)
+        # the states are those of the token before the first that reads them
+        since = TILE - _from_end(r, (way == 0) != FLIP, TILE)
+        powers += (_power(rates, k, ok_k, since).to(OPERAND),)
+    for tile in range(tl.program_id(1), lines * tiles, tl.num_programs(1)):
+        j = tile // inner % tiles
+        out = tl.zeros((TILE, C), tl.float32)
+        for block in tl.static_range(BLOCKS):
+            k, ok_k, way = _block(block, STATES, ROWS)
+            enters = tl.where((way == 0) != FLIP, j > 0, j < tiles - 1)
+            at = (tl.cast(tile, tl.int64) * dim + c)[:, None] * rows + k[None]
+            value = tl.load(entering + at, mask=(c < dim)[:, None] & (ok_k & enters)[None], other=0.0)
+            out = tl.dot(powers[block], tl.trans(value.to(OPERAND)), out, input_precision=PRECISION)
+        at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
+        ok = axis_lines.valid(mask, at, ok, MASK)[:, None] & (c < dim)[None]
+        to = y + at[:, None] * dim + c[None]
+        out += tl.load(to, mask=ok, other=0.0).to(tl.float32)
+        tl.store(to, out.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=axis_lines.INTS)
+def _grad_kernel(
+    dy,
+    x,
+    mask,
+    table,
+    rates,
+    coef,
+    entering,
+    leaving,
+    out,
+    units,
+    lines,
+    n,
+    inner,
+    outer,
+    tiles,
+    UNIT: tl.constexpr,
+    STATES: tl.constexpr,
+    WAYS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+    LONG: tl.constexpr,
+    MASK: tl.constexpr,
+    ROUND: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute gradients of the part of y that comes from other tiles: out[split, 0, c, k] is that of
+    coef, out[split, 1, c, k] summed over c that of log_decay. entering: states of x that enter a
+    tile; leaving: their adjoints after the tile, times coef."""
+    INT: tl.constexpr = tl.int64 if LONG else tl.int32
+    rows: tl.constexpr = STATES * WAYS
+    dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
+    k, ok_k, way = _block(tl.program_id(2), STATES, ROWS)
+    forward = way == 0
+    c = tl.program_id(0) * C + tl.arange(0, C)
+    inside = (c < dim)[:, None] & ok_k[None]
+    r = tl.arange(0, TILE)
+    far = _from_end(r, forward, TILE)
+    # an adjoint is that of the next tile's first token: one decay less than at the token before
+    x_slope = (_power(rates, k, ok_k, far + 1) * far).to(OPERAND)
+    since = TILE - far
+    power = _power(rates, k, ok_k, since)
+    y_powers = tl.join(power, power * since).reshape(TILE, 2 * ROWS).to(OPERAND)
+    between = _power(rates, k, ok_k, TILE + 1) * TILE
+    weight = tl.load(coef + c[:, None] * rows + k[None], mask=inside, other=0.0)
+    grad = tl.zeros((C, ROWS), tl.float32)
+    slope = tl.zeros((C, ROWS), tl.float32)
+    for tile in range(tl.program_id(1), lines * tiles, tl.num_programs(1)):
+        at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
+        to = at[:, None] * dim + c[None]
+        g = tl.load(dy + to, mask=ok[:, None] & (c < dim)[None], other=0.0).to(ROUND).to(OPERAND)
+        ok = axis_lines.valid(mask, at, ok, MASK)
+        v = tl.load(x + to, mask=ok[:, None] & (c < dim)[None], other=0.0).to(ROUND).to(OPERAND)
+        page = (tl.cast(tile, tl.int64) * dim + c)[:, None] * rows + k[None]
+        j = tile // inner % tiles
+        before, after = tl.where(forward, j, tiles - 1 - j) > 0, tl.where(forward, tiles - 1 - j, j) > 0
+        h = tl.load(entering + page, mask=inside & before, other=0.0).to(tl.float32)
+        a = tl.load(leaving + page, mask=inside & after, other=0.0).to(tl.float32)
+        # neighbouring columns, which a thread has of a product
+        both = tl.dot(tl.trans(g), y_powers, input_precision=PRECISION).reshape(C, ROWS, 2)
+        y_sum, y_slope = tl.split(both)
+        grad += y_sum * h
+        slope += y_slope * (h * weight)
+        slope += (tl.dot(tl.trans(v), x_slope, input_precision=PRECISION) + between * h) * a
+    at = (tl.program_id(1).to(tl.int64) * 2 * dim + c)[:, None] * rows + k[None]
+    tl.store(out + at, grad, mask=inside)
+    tl.store(out + at + tl.cast(rows, tl.int64) * dim, slope, mask=inside)
+
+
+# ------------------------------------------------------------------------------------ launches
+class States(NamedTuple):
+    """The states of an axis: log decays (ways * states,) and coefficients (dim, ways * states), float32."""
+
+    rates: Tensor
+    coef: Tensor
+    ways: int
+
+    @classmethod
+    def of(cls, weights: list[tuple[Tensor, Tensor]]) -> States:
+        """Join the coefficients (dim, states) and log decays (states,) of the ways of an axis."""
+        if len(weights) == 1:
+            return cls(weights[0][1], weights[0][0], 1)
+        return cls(torch.cat([decay for _, decay in weights]), torch.cat([c for c, _ in weights], 1), len(weights))
+
+    @property
+    def each(self) -> int:
+        """Return the number of states of a way."""
+        return len(self.rates) // self.ways
+
+
+def _dtype(products: torch.dtype) -> torch.dtype:
+    """Return the dtype of states: in 16 bits only bfloat16, whose range holds the sum of any line."""
+    return torch.bfloat16 if products == torch.bfloat16 else torch.float32
+
+
+def _plan(
+    x: Tensor,
+    states: States,
+    lines: Lines,
+    products: torch.dtype,
+    plans: dict[int, tuple[int, int, int, int, int]],
+    joint: bool,
+) -> tuple[tuple[int, int, int], int, dict[str, Any]]:
+    """Return the grid, the blocks of states, and the arguments that kernels share. joint: a program takes all blocks.
+    (The interpreter cannot multiply bfloat16.)"""
+    dtype = _dtype(products)
+    channels, most, warps, stages, each = plans[dtype.itemsize]
+    dim, columns = x.shape[-1], min(most, max(16, power_of_2(states.each)))
+    blocks, unit = states.ways * cdiv(states.each, columns), next(u for u in (8, 4, 2, 1) if dim % u == 0)
+    programs = cdiv(dim, channels) * (1 if joint else blocks)
+    splits = min(lines.lines * lines.tiles, max(1, each * processors(x) // programs))
+    constants = {
+        **lines.sizes,
+        "units": dim // unit,
+        "UNIT": unit,
+        "STATES": states.each,
+        "WAYS": states.ways,
+        "TILE": lines.tile,
+        "ROWS": columns,
+        "C": channels,
+        "LONG": x.numel() >= 2**31,
+        "OPERAND": KINDS[dtype] if x.is_cuda else tl.float32,
+        "PRECISION": "tf32x3" if products == torch.float32 or not x.is_cuda else "tf32",
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+    return (cdiv(dim, channels), splits, 1 if joint else blocks), blocks, constants
+
+
+def _carry_plan(x: Tensor, states: States, lines: Lines, flip: bool) -> Launch:
+    """A thread loads 16 bytes at once where there are programs enough, else less and of more tiles."""
+    numbers, block, group = states.each * x.shape[-1], 1024, 8
+    if lines.lines * states.ways * cdiv(numbers, block) < 4 * processors(x):
+        block, group = 256, 16
+    group = min(group, power_of_2(lines.tiles - 1))
+    grid = (lines.lines * states.ways * cdiv(numbers, block),)
+    sizes = {"dim": x.shape[-1], "inner": lines.inner, "tiles": lines.tiles}
+    constants = {
+        "STATES": states.each,
+        "WAYS": states.ways,
+        "TILE": lines.tile,
+        "FLIP": flip,
+        "BLOCK": block,
+        "GROUP": group,
+    }
+    return Launch(_carry_kernel, grid, **sizes, **constants, num_warps=4)
+
+
+def entering(
+    x: Tensor, mask: Tensor | None, lines: Lines, states: States, products: torch.dtype, flip: bool, weigh: bool
+) -> Tensor:
+    """Return the states that enter each tile of lines (tiles, dim, ways * states), except where nothing does. flip:
+    those of the adjoint, which go the other way. weigh: times their coefficients."""
+    shape = lines.lines * lines.tiles, *states.coef.shape
+    sums = torch.empty(shape, dtype=_dtype(products), device=x.device)
+
+    def make() -> tuple[Launch, Launch]:
+        grid, _, constants = _plan(x, states, lines, products, SUMS, joint=False)
+        options = {"FLIP": flip, "MASK": mask is not None, "ROUND": KINDS[products]}
+        return Launch(_sums_kernel, grid, **constants, **options), _carry_plan(x, states, lines, flip)
+
+    key = (x.device, x.dtype, x.shape, mask is None, axis_lines.key([lines]), states.each, states.ways, products)
+    sum_up, carry = remembered(("entering", *key, flip, weigh), make)
+    sum_up(x, mask, lines.table, states.rates, states.coef if weigh else None, sums)
+    if lines.tiles > 2:
+        carry(sums, states.rates)
+    return sums
+
+
+def read(
+    y: Tensor, mask: Tensor | None, lines: Lines, states: States, weighed: Tensor, products: torch.dtype, flip: bool
+) -> None:
+    """Add to y what the states that enter its tiles, times their coefficients, give its tokens."""
+
+    def make() -> Launch:
+        grid, blocks, constants = _plan(y, states, lines, products, READ, joint=True)
+        return Launch(_read_kernel, grid, **constants, BLOCKS=blocks, FLIP=flip, MASK=mask is not None)
+
+    key = (y.device, y.dtype, y.shape, mask is None, axis_lines.key([lines]), states.each, states.ways, products, flip)
+    remembered(("read", *key), make)(y, mask, lines.table, states.rates, weighed)
+
+
+def weights_grad(
+    dy: Tensor, x: Tensor, mask: Tensor | None, lines: Lines, states: States, adjoints: Tensor, products: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """Return what other tiles add to the gradients of coef (dim, states) and log_decay (states,), for each way.
+    adjoints: `entering` of dy, with flip and weigh."""
+    states_of_x = entering(x, mask, lines, states, products, flip=False, weigh=False)
+
+    def make() -> tuple[int, Launch]:
+        grid, _, constants = _plan(x, states, lines, products, GRAD, joint=False)
+        return grid[1], Launch(_grad_kernel, grid, **constants, MASK=mask is not None, ROUND=KINDS[products])
+
+    key = (x.device, x.dtype, dy.dtype, x.shape, mask is None, axis_lines.key([lines]), states.each, states.ways)
+    splits, launch = remembered(("grad", *key, products), make)
+    out = torch.empty(splits, 2, *states.coef.shape, device=x.device)
+    launch(dy, x, mask, lines.table, states.rates, states.coef, states_of_x, adjoints, out)
+    coef, slope = out.sum(0)
+    each = states.each
+    return list(zip(coef.split(each, 1), slope.sum(0).split(each), strict=True))
