@@ -183,7 +183,7 @@ def global_attention(
     """
     if layout is not None and layout.shared:
         return _merged(q, k, v, mask, position, layout, impl)
-    # kernels take samples end to end at once, by tables of a Ragged; all else goes from sample to sample
+    # kernels take samples end to end at once, by tables of a Ragged; all else takes those of one shape at a time
     pack = layout if isinstance(layout, Ragged) else None
     if pack is not None:
         position = packed_position(pack, k, position)
@@ -256,7 +256,7 @@ def map_attention(
     mask: Tensor | None,
     position: Position | None,
 ) -> Tensor:
-    """Call attend(grid, q, k, v, mask=, position=) sample by sample and join the results."""
+    """Call attend(grid, q, k, v, mask=, position=) on the samples of each shape and join the results."""
 
     def run(grid: Grid, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return attend(grid, q, k, v, mask=mask, position=position and position._replace(layout=grid))
