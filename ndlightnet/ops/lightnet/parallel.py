@@ -18,11 +18,12 @@ from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.dtypes import accumulator, finest
 from ndlightnet.ops.lightnet.state import State, decay, tile
 from ndlightnet.ops.plain import plain
-from ndlightnet.ops.recurrence.chunks import Decay, from_chunks, missing, to_chunks
+from ndlightnet.ops.recurrence.chunks import CHUNK, Decay, from_chunks, missing, to_chunks
 from ndlightnet.ops.recurrence.gated import Chunks
 from ndlightnet.ops.recurrence.scan import adjoints, before, memories, prefix_maximum
 
 LEAST = -1e30  # the maximum over no tokens, finite
+LEAST_CHUNK = 8  # with fewer tokens the memories of chunks, dim x value_dim, are most of the work
 
 
 def fold(x: Tensor, dim: int) -> Tensor:
@@ -99,8 +100,9 @@ class _Causal:
 
     def __init__(self, f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, state: State) -> None:
         acc, self.rows = accumulator(k), f.shape[-1]
-        self.f, k, v = (_full(x.to(acc), fill) for x, fill in ((f, 0), (k, -torch.inf), (v, 0)))
-        self.w = None if w is None else _full((w if w.ndim == 4 else w[None]).to(acc), 0)
+        self.chunk = chunk_of(k.shape[1])
+        self.f, k, v = (self.full(x.to(acc), fill) for x, fill in ((f, 0), (k, -torch.inf), (v, 0)))
+        self.w = None if w is None else self.full((w if w.ndim == 4 else w[None]).to(acc))
         first = state.max
         if rates is not None:  # `first` is the maximum at token -1
             k, first = k + rates * count(k)[:, None, None], first - rates
@@ -112,13 +114,13 @@ class _Causal:
         self.inverse = torch.where(filled, 1 / torch.where(filled, self.sum, 1), 0)
         qkv = (self.f * self.upcast(self.inverse), self.weighted(self.upcast(self.key)), v)
         first, top = (-self.upcast(x.clamp(min=LEAST)) for x in (first[:, None], self.max))
-        g = to_chunks(top, top.dtype)
+        g = self.cut(top)
         start = before(g[..., -1:, :], first.transpose(1, 2).flatten(0, 1))
         if rates is not None:
             # relative to the last token's, or where a key is not finite to that of the last before
             last = g.masked_fill(~g.isfinite(), torch.inf).amin(-2, keepdim=True)
             g, start = ((x - last).to(acc) for x in (g, start))
-        q, key, value = (to_chunks(x, acc) for x in qkv)
+        q, key, value = (self.cut(x) for x in qkv)
         self.chunks = Chunks(q, key, value, Decay.of_sums(g, start), state.memory)
 
     def last(self, length: int, rates: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -130,6 +132,13 @@ class _Causal:
         top = high.to(self.sum.dtype)
         return top, torch.where(top == -torch.inf, 0, high - top).exp().to(top.dtype)
 
+    def full(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """Pad (batch, length, heads, c) with tokens of `fill` at the end to whole chunks."""
+        return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing(x.shape[1], self.chunk)), value=fill)
+
+    def cut(self, x: Tensor) -> Tensor:
+        return to_chunks(x, x.dtype, self.chunk)
+
     def upcast(self, x: Tensor) -> Tensor:
         return tile(x, self.rows, -1)
 
@@ -137,9 +146,15 @@ class _Causal:
         return x if self.w is None else x * self.w
 
 
-def _full(x: Tensor, fill: float) -> Tensor:
-    """Pad (batch, length, heads, c) with tokens of `fill` at the end to whole chunks."""
-    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing(x.shape[1])), value=fill)
+def chunk_of(length: int) -> int:
+    """Return the tokens of a chunk, a power of two: the largest up to CHUNK that adds at most a quarter to the length,
+    but LEAST_CHUNK or all tokens at least."""
+    if not isinstance(length, int):  # of an exported graph
+        return CHUNK
+    chunk, least = CHUNK, min(LEAST_CHUNK, 1 << (length - 1).bit_length())
+    while chunk > least and 4 * missing(length, chunk) > length:
+        chunk //= 2
+    return chunk
 
 
 def count(x: Tensor) -> Tensor:
@@ -170,7 +185,7 @@ def causal_gradients(inputs: tuple[Any, ...], dout: Tensor, dsum: Tensor, dmemor
     acc, chunks, rest = c.f.dtype, c.chunks, c.last(n, rates)[1]
     if rest is not None:
         dsum, dmemory = dsum * rest, dmemory * c.upcast(rest)[..., None]
-    dy, dlast = to_chunks(dout, acc), dmemory.flatten(0, 1).to(acc)
+    dy, dlast = c.cut(dout.to(acc)), dmemory.flatten(0, 1).to(acc)
     dq, dk, dv, _, dfirst, diagonal = chunks.gradients(chunks.memories(), dy, dlast)
     dq, dk = dq + diagonal * chunks.k, dk + diagonal * chunks.q
     dq, dkey, dv = (from_chunks(x, c.f) for x in (dq, dk, dv))
