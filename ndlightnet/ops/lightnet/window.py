@@ -60,8 +60,7 @@ def _run(f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None
     rotated, device = w is not None, k.device
     sizes = (k.shape[0], k.shape[2], k.shape[3], v.shape[3], rotated)
     empty = State.empty(*sizes, dtype=accumulator(k), device=device)
-    out: Tensor = parallel.causal(f, k, v, w, rates, *empty)[0]
-    return out
+    return parallel.causal(f, k, v, w, rates, empty)[0]
 
 
 def _shifted(x: Tensor, by: int, fill: float = 0.0) -> Tensor:
