@@ -209,6 +209,7 @@ def test_opcheck(rotated, rates, size):
     w = torch.randn(9, 1, 10, requires_grad=True) if rotated else None
     f = torch.randn(2, 9, 2, 10, requires_grad=True) if rotated else f
     torch.library.opcheck(torch.ops.ndlightnet.causal.default, (f, k, v, w, rates, *state, size))
+    torch.library.opcheck(torch.ops.ndlightnet.causal.default, (f, k, v, w, rates, None, None, None, size))
 
 
 def bad():

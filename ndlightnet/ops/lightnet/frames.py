@@ -44,8 +44,6 @@ from ndlightnet.ops.position import Position, offset_gradient, offset_of, relati
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.scan import before, prefix_maximum, scan
 
-SHORT = 16  # tokens of a window: with fewer, merging their States is faster than chunks in torch
-
 
 class Tokens(NamedTuple):
     """Arguments of an attention."""
@@ -231,9 +229,8 @@ def axis_causal_attention(
         if chosen == "reference":
             out, state = reference.frames(q, k, v, frames, state, position, mask, window, forget)
             return out.to(q.dtype), offset_gradient(state, position, 1)
-        by_chunks = window is not None and not frame.shared and (chosen == "triton" or window >= min(SHORT, frames))
-        if k.shape[1] == frames and by_chunks and (state is None or frames >= (window or 0)):
-            assert window is not None
+        by_token = k.shape[1] == frames and not frame.shared
+        if by_token and window is not None and (state is None or frames >= window):
             out, state = _window(inputs, state, window, forget, chosen, return_state)
             return out, None if state is None else offset_gradient(state, position, 1)
         rules = (window, forget, chosen, frame)

@@ -98,13 +98,18 @@ class _Causal:
     Chunks cut frames: a token's reads of later tokens of its frame, which nothing decays, are a sum of their own.
 
     With decay rates (heads, 1) the keys of frame t are k_t + rate t: the factor exp(-rate t) of all weights at a frame
-    cancels. Those keys and their maxima are float64; differences are rounded, not they."""
+    cancels. Those keys and their maxima are float64; differences are rounded, not they.
+
+    Without a State (None) there is one chunk, and no memory."""
 
     def __init__(
-        self, f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, state: State, size: int
+        self, f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, state: State | None, size: int
     ) -> None:
         acc, self.rows, self.size = accumulator(k), f.shape[-1], size
-        self.chunk = chunk_of(k.shape[1])
+        self.chunk, self.alone = chunk_of(k.shape[1]), state is None
+        if state is None:
+            self.chunk = 1 << (k.shape[1] - 1).bit_length()
+            state = State.empty(k.shape[0], k.shape[2], k.shape[3], 0, dtype=acc, device=k.device)
         self.f, k, v = f.to(acc), self.frames(k.to(acc)), v.to(acc)
         self.w = None if w is None else (w if w.ndim == 4 else w[None]).to(acc)
         first = state.max
@@ -127,7 +132,8 @@ class _Causal:
             # relative to the last token's, or where a key is not finite to that of the last before
             last = g.masked_fill(~g.isfinite(), torch.inf).amin(-2, keepdim=True)
             g, start = ((x - last).to(acc) for x in (g, start))
-        self.chunks = Chunks(*(self.cut(x) for x in self.qkv), Decay.of_sums(g, start), state.memory)
+        q, key, v = (self.cut(x) for x in self.qkv)
+        self.chunks = Chunks(q, key, v, Decay.of_sums(g, start), state.memory)
 
     def last(self, rates: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the maximum at the last frame; with decay rates also exp of what rounds off it."""
@@ -138,9 +144,12 @@ class _Causal:
         top = high.to(self.sum.dtype)
         return top, torch.where(top == -torch.inf, 0, high - top).exp().to(top.dtype)
 
-    def outputs(self, m: Tensor) -> Tensor:
+    def outputs(self, m: Tensor | None) -> Tensor:
         """Return (batch, length, heads, value_dim) from the memory after each chunk."""
-        out = from_chunks(self.chunks.outputs(m), self.f)
+        c = self.chunks
+        if m is None:  # NaN spreads from its token on only, as in Chunks
+            return from_chunks(c.d.scores(c.q, c.k) @ c.v.nan_to_num(0, 0, 0) + (c.v - c.v).cumsum(-2), self.f)
+        out = from_chunks(c.outputs(m), self.f)
         if self.size > 1:
             q, key, v = self.by_frame()
             out = out + self.flat((q @ key.mT).triu(1) @ v)
@@ -149,8 +158,13 @@ class _Causal:
     def gradients(self, dout: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of query features over the sum so far, of keys times factors, of values, and of the
         memory before the first frame."""
-        chunks = self.chunks
-        dq, dk, dv, _, dfirst, diagonal = chunks.gradients(chunks.memories(), self.cut(dout), dlast)
+        chunks, dy, dfirst = self.chunks, self.cut(dout), dlast
+        if self.alone:
+            da = dy @ chunks.v.mT
+            dq, dk = chunks.d.scores_backward(da, chunks.q, chunks.k)
+            dv, diagonal = chunks.d.scores(chunks.q, chunks.k).mT @ dy, da.diagonal(dim1=-2, dim2=-1)[..., None]
+        else:
+            dq, dk, dv, _, dfirst, diagonal = chunks.gradients(chunks.memories(), dy, dlast)
         dq, dk = dq + diagonal * chunks.k, dk + diagonal * chunks.q
         grads = [from_chunks(x, self.f) for x in (dq, dk, dv)]
         if self.size > 1:
@@ -202,11 +216,13 @@ def count(x: Tensor) -> Tensor:
 
 
 def causal_form(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, state: State, size: int
-) -> tuple[Tensor, State]:
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, state: State | None, size: int
+) -> tuple[Tensor, State | None]:
     """Return the output for query features f `(batch, length, heads, rows)`, and the State after
     the last frame of `size` tokens. rates: decay rates (heads, 1), float64, or None."""
     c = _Causal(f, k, v, w, rates, state, size)
+    if state is None:
+        return c.outputs(None), None
     m = c.chunks.memories()
     out, (top, rest) = c.outputs(m), c.last(rates)
     total, memory = c.sum[:, -1], m[:, -1].view_as(state.memory)
@@ -220,10 +236,12 @@ def causal_gradients(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of f, k, v, w (empty if None), and the first State's sum and memory, of
     the inputs of `causal_form`."""
-    f, k, v, w, rates, _ = inputs
-    c, dim = _Causal(*inputs, size), k.shape[-1]
+    f, k, v, w, rates, state = inputs
+    c, dim = _Causal(f, k, v, w, rates, state, size), k.shape[-1]
     acc, rest = c.f.dtype, c.last(rates)[1]
-    if rest is not None:
+    if state is None:
+        dsum, dmemory = torch.zeros_like(c.sum[:, 0]), c.sum.new_zeros(0, 0)
+    elif rest is not None:
         dsum, dmemory = dsum * rest, dmemory * c.upcast(rest)[..., None]
     dq, dkey, dv, dfirst = c.gradients(dout.to(acc), dmemory.flatten(0, 1).to(acc))
     df = dq * c.upcast(c.tokens(c.inverse))
@@ -239,21 +257,23 @@ def causal_gradients(
 # f: query features; w: key factors; size: tokens of a frame
 def _forward(*inputs: Any) -> Any:
     f, k, v, w, rates, *state, size = inputs
-    out, last = causal_form(f, k, v, w, rates, State(*state), size)
-    return out.contiguous(), *last
+    out, last = causal_form(f, k, v, w, rates, None if state[0] is None else State(*state), size)
+    return out.contiguous(), *(last or [out.new_empty(0) for _ in State._fields])
 
 
 def _fake(f: Tensor, k: Tensor, v: Tensor, w: Any, rates: Any, *state: Any) -> Any:
-    return tuple(x.new_empty(x.shape, dtype=accumulator(k)) for x in (v, *state[:3]))
+    shapes = [(0,) if x is None else x.shape for x in state[:3]]
+    return tuple(v.new_empty(shape, dtype=accumulator(k)) for shape in (v.shape, *shapes))
 
 
 def _backward(*inputs: Any) -> Any:
-    forward, state, grads, size = inputs[:5], State(*inputs[5:8]), inputs[8:-1], inputs[-1]
-    pairs = zip(causal_gradients((*forward, state), size, *grads), (*forward[:4], *state[1:]), strict=True)
+    forward, state, grads, size = inputs[:5], inputs[5:8], inputs[8:-1], inputs[-1]
+    first = None if state[0] is None else State(*state)
+    pairs = zip(causal_gradients((*forward, first), size, *grads), (*forward[:4], *state[1:]), strict=True)
     return tuple(None if like is None else x.to(like.dtype).contiguous() for x, like in pairs)
 
 
-INPUTS = "Tensor f, Tensor k, Tensor v, Tensor? w, Tensor? rates, Tensor top, Tensor total, Tensor memory"
+INPUTS = "Tensor f, Tensor k, Tensor v, Tensor? w, Tensor? rates, Tensor? top, Tensor? total, Tensor? memory"
 operator = Operator(
     f"causal({INPUTS}, SymInt size) -> (Tensor out, Tensor last_top, Tensor last_total, Tensor last_memory)",
     _forward,
@@ -284,3 +304,12 @@ def causal(
         state = State(*last)
         outs.append(out)
     return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)), state
+
+
+def causal_alone(f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None) -> Tensor:
+    """Return the output of sequences from no State to none: those of one chunk need no memory."""
+    if k.shape[1] > CHUNK:
+        rows = k.shape[0], *k.shape[2:], v.shape[3], w is not None
+        return causal(f, k, v, w, rates, State.empty(*rows, dtype=accumulator(k), device=k.device))[0]
+    out: Tensor = (_forward if plain() else operator)(f, k, v, w, rates, None, None, None, 1)[0]
+    return out
