@@ -151,8 +151,8 @@ class Layout(ABC):
 
     @abstractmethod
     def map_samples(self, function: Callable[..., Tensor], *xs: Tensor | None) -> Tensor:
-        """Call function(grid, *xs) on samples of one grid: once for a Grid, sample by sample for a
-        Ragged. xs and the result: (batch, length, ...); each of xs may be None."""
+        """Call function(grid, *xs) on samples of one grid: once for a Grid, for a Ragged once for all
+        samples of a shape. xs and the result: (batch, length, ...); each of xs may be None."""
 
     @abstractmethod
     def map_lines(self, function: Callable[[Tensor], Tensor], x: Tensor, axis: int) -> Tensor:

@@ -91,8 +91,21 @@ class Ragged(Layout):
         return counts
 
     def map_samples(self, function: Callable[..., Tensor], *xs: Tensor | None) -> Tensor:
-        rows = [[None] * len(self) if x is None else x.split(self.lengths, 1) for x in xs]
-        return torch.cat([function(*row) for row in zip(self.grids(), *rows, strict=True)], 1)
+        rows = [None if x is None else x.split(self.lengths, 1) for x in xs]
+        grids, outputs = list(self.grids()), [torch.empty(0)] * len(self)
+        for samples in self.alike():
+            batch = (None if row is None else torch.cat([row[i] for i in samples]) for row in rows)
+            y = function(grids[samples[0]], *batch)
+            for i, sample in zip(samples, y.split(1), strict=True):
+                outputs[i] = sample
+        return torch.cat(outputs, 1)
+
+    def alike(self) -> list[list[int]]:
+        """Return the samples in groups, each of which operators may take as a batch: those of one shape."""
+        groups: dict[Any, list[int]] = {}
+        for i, shape in enumerate(self.shapes):
+            groups.setdefault(shape, []).append(i)
+        return list(groups.values())
 
     def grids(self) -> Iterable[Grid]:
         """Return the layout of each sample."""

@@ -220,6 +220,9 @@ class SlabPack(Ragged):
     def grids(self) -> Iterable[Slab]:
         return self.slabs
 
+    def alike(self) -> list[list[int]]:
+        return [[i] for i in range(len(self))]
+
     def map_channels(self, function: Callable[..., Tensor], x: Tensor, mask: Tensor | None) -> Tensor:
         return self.map_samples(lambda slab, x, mask: slab.map_channels(function, x, mask), x, mask)
 

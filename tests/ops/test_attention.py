@@ -7,10 +7,12 @@ import torch
 from torch.autograd import grad
 
 from ndlightnet.ops import State, attention_step, causal_attention, global_attention, merge, read, summarize
+from ndlightnet.ops.lightnet import parallel
+from ndlightnet.ops.lightnet.parallel import chunk_of
 
 from . import framed
 
-LENGTHS = (1, 7, 63, 64, 65, 130)
+LENGTHS = (1, 7, 17, 63, 64, 65, 130)
 
 
 def sample(length, grads=False, **sizes):
@@ -31,6 +33,27 @@ def test_values_and_gradients_are_the_dense_ones(dense, close, close_grads, leng
     expected = dense(*inputs, causal=causal)
     close(actual, expected, 1e-10)
     close_grads(actual, expected, inputs, 1e-9)
+
+
+def test_chunks_add_few_tokens_to_any_length():
+    for length in range(1, 1000):
+        chunk = chunk_of(length)
+        added = -length % chunk
+        assert chunk <= 64 and (added <= length / 4 or chunk <= 8)
+        assert chunk >= min(8, length) and (length < 256 or chunk == 64)
+
+
+def test_long_sequences_go_from_state_to_state_in_segments(monkeypatch, dense, close, close_grads):
+    *inputs, theta = framed.sample((150,))
+    operator, lengths = parallel.operator, []
+    monkeypatch.setattr(parallel, "operator", lambda f, *rest: (lengths.append(f.shape[1]), operator(f, *rest))[1])
+    monkeypatch.setattr(parallel, "SEGMENT", 64 * 2 * 2 * 10)
+    actual, _ = framed.attend(*inputs, (150,), position=theta, forget=0.3)
+    assert lengths == [64, 64, 22]
+    see, turned = framed.weights((150,), None, 0.3), framed.angles((150,), theta)
+    expected = dense(*inputs, see=see, angles=turned)
+    close(actual, expected, 1e-10)
+    close_grads(actual, expected, (*inputs, theta), 1e-9)
 
 
 @pytest.mark.parametrize("length", (1, 23, 65))

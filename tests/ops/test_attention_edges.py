@@ -200,15 +200,16 @@ def test_compile_with_inductor(close, close_grads, form):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("rates", [None, (0.5, 0.1)], ids=str)
-def test_opcheck(rotated, rates):
+@pytest.mark.parametrize("rates, size", [(None, 1), ((0.5, 0.1), 1), ((0.5, 0.1), 3)], ids=str)
+def test_opcheck(rotated, rates, size):
     """Schema, fake implementation, autograd registration and dynamic shapes of the operator."""
     rates = rates and torch.tensor(rates, dtype=torch.float64)[:, None]
     f, k, v = plain(9, dtype=torch.float32)
     state = State.empty(2, 2, 5, 3, rotated)
     w = torch.randn(9, 1, 10, requires_grad=True) if rotated else None
     f = torch.randn(2, 9, 2, 10, requires_grad=True) if rotated else f
-    torch.library.opcheck(torch.ops.ndlightnet.causal.default, (f, k, v, w, rates, *state))
+    torch.library.opcheck(torch.ops.ndlightnet.causal.default, (f, k, v, w, rates, *state, size))
+    torch.library.opcheck(torch.ops.ndlightnet.causal.default, (f, k, v, w, rates, None, None, None, size))
 
 
 def bad():

@@ -7,7 +7,7 @@ from torch.autograd import grad
 from ndlightnet import ops
 from ndlightnet.ops.lightnet import frames
 
-from .framed import HEADS, attend, padding, per_head, sample, whole
+from .framed import HEADS, angles, attend, in_chunks, padding, per_head, sample, weights, whole
 
 impls = pytest.mark.parametrize("impl", ["torch", "reference"])
 
@@ -57,8 +57,44 @@ def test_every_sample_may_start_at_a_place_of_its_own(close, close_grads, form, 
     close_grads(actual, expected, (*inputs, theta), 1e-9)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"forget": HEADS}], ids=str)
-def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads, options):
+@pytest.mark.parametrize("shape", [(1, 5), (70, 2), (9, 1, 3), (23, 6)], ids=str)
+@pytest.mark.parametrize("forget", [0.0, 0.3, HEADS, 1e9], ids=str)
+def test_small_frames_go_by_chunks(monkeypatch, dense, close, close_grads, shape, forget):
+    """Where States of frames weigh more than tokens: values and gradients, in turn with and without padding and angles,
+    from State to State."""
+    monkeypatch.delattr(frames, "_attend")
+    for rotated in (True, False):
+        *inputs, theta = sample(shape, dim=32, value_dim=32)
+        mask = padding(shape) if rotated and forget != 1e9 else None
+        options = {"forget": per_head(forget), "position": theta if rotated else None, "mask": mask}
+        actual, _ = attend(*inputs, shape, **options)
+        _, state = attend(*inputs, shape, impl="reference", **options)
+        turned = angles(shape, theta) if rotated else None
+        expected = dense(*inputs, mask=mask, see=weights(shape, None, forget), angles=turned)
+        first = shape[0] // 3
+        parts, last = in_chunks(*inputs, shape, (first, shape[0] - first) if first else (1,), **options)
+        ours, theirs = (actual, parts, *whole(last)), (expected, expected, *whole(state))
+        for a, b in zip(ours, theirs, strict=True):
+            close(a.detach(), b.detach(), 1e-10)
+        close_grads(ours, theirs, (*inputs, theta) if rotated else inputs, 1e-9)
+
+
+def test_without_gradients_large_frames_are_done_in_groups(monkeypatch, close):
+    shape, calls = (7, 9), []
+    *inputs, theta = sample(shape, grads=False)
+    attend_all = frames._attend
+    monkeypatch.setattr(frames, "_attend", lambda *a: (calls.append(a[2]), attend_all(*a))[1])
+    expected, _ = attend(*inputs, shape, position=theta)
+    monkeypatch.setattr(frames.parallel, "SEGMENT", 200)  # 3 States of 2 samples, 2 heads, 5 x 3
+    actual, _ = attend(*(x.requires_grad_() for x in inputs), shape, position=theta)
+    with torch.no_grad():
+        actual, _ = attend(*inputs, shape, position=theta)
+    assert calls == [7, 7, 3, 3, 1]
+    close(actual, expected, 1e-11)
+
+
+@pytest.mark.parametrize("options", [{"window": 3}, {"window": 3, "forget": HEADS}], ids=str)
+def test_windows_over_small_frames_are_done_in_groups(monkeypatch, close, close_grads, options):
     """Where States of frames weigh more than tokens; the groups are done again going back."""
     shape, calls = (7, 1, 2), []
     q, k, v, theta = inputs = sample(shape, dim=16, value_dim=16)

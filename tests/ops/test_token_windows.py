@@ -6,16 +6,11 @@ import torch
 from torch.autograd import grad
 
 from ndlightnet.ops import axis_causal_attention
-from ndlightnet.ops.lightnet import frames
+from ndlightnet.ops.lightnet import parallel
 
 from .framed import HEADS, attend, in_chunks, padding, per_head, sample
 
 forgets = pytest.mark.parametrize("forget", [0.0, 0.3, HEADS], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def no_window_is_short(monkeypatch):
-    monkeypatch.setattr(frames, "SHORT", 1)
 
 
 @pytest.mark.parametrize("window", [1, 4, 9])
@@ -35,23 +30,29 @@ def test_a_stream_is_the_whole(close, close_grads, window, forget):
     close((scale * state.sum).detach(), last.sum.detach(), 1e-11)
 
 
-def test_the_state_is_that_of_frames(monkeypatch, close):
-    """A State of the way by frames goes on in chunks, and the other way around."""
+def test_the_state_is_that_of_frames(close):
+    """A State of the way by frames, which parts shorter than the window go, goes on in blocks, and conversely."""
     *inputs, theta = sample((24,), grads=False)
     options = {"window": 5, "forget": 0.2, "position": theta}
     results = []
-    for first, second in ((1, 100), (100, 1), (1, 1)):
-        state, outs = None, []
-        for short, part, at in ((first, slice(0, 11), 0), (second, slice(11, 24), 11)):
-            monkeypatch.setattr(frames, "SHORT", short)
-            now = [x[:, part] for x in inputs]
-            place = torch.tensor(at)
-            out, state = attend(*now, (now[0].shape[1],), state=state, first=place, **options)
-            outs.append(out)
-        results.append((torch.cat(outs, 1), state.max + state.sum.log()))
+    for parts in ((24,), (11, 13), (11, 4, 9), (3, 1, 20), (4,) * 6):
+        out, state = in_chunks(*inputs, (24,), parts, **options)
+        results.append((out, state.max + state.sum.log()))
     for other in results[1:]:
         for x, y in zip(results[0], other, strict=True):
             close(x, y, 1e-11)
+
+
+def test_no_token_of_a_short_window_has_a_memory(monkeypatch, close):
+    """Blocks of one chunk are scores alone, whose cost does not grow with the memory of a head."""
+    *inputs, _ = sample((128,))
+    monkeypatch.setattr(parallel.Chunks, "memories", None)
+    monkeypatch.setattr(parallel.Chunks, "gradients", None)
+    for window in (64, 16, 1):
+        out, _ = axis_causal_attention(*inputs, 128, window=window, return_state=False)
+        grad(out.sum(), inputs)
+    q, _, v = inputs
+    close(out, torch.nn.functional.silu(q).sum(-1, keepdim=True) * v, 1e-12)
 
 
 def test_no_state_is_made_where_none_is_asked_for():

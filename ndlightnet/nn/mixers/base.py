@@ -27,7 +27,7 @@ class Mixer(Initialized, ABC):
     reshapes tokens to (batch, length, dim), with their layout, and checks mask and context.
     """
 
-    ragged = False  # whether `mix` takes a pack at once; else it is called for each sample
+    ragged = False  # whether `mix` takes a pack at once; else once for the samples of each shape
     mergeable = False  # whether `mix` takes rows that have some of a sample's tokens: boxes, slabs
 
     def forward(

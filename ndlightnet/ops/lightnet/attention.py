@@ -183,7 +183,7 @@ def global_attention(
     """
     if layout is not None and layout.shared:
         return _merged(q, k, v, mask, position, layout, impl)
-    # kernels take samples end to end at once, by tables of a Ragged; all else goes from sample to sample
+    # kernels take samples end to end at once, by tables of a Ragged; all else takes those of one shape at a time
     pack = layout if isinstance(layout, Ragged) else None
     if pack is not None:
         position = packed_position(pack, k, position)
@@ -256,7 +256,7 @@ def map_attention(
     mask: Tensor | None,
     position: Position | None,
 ) -> Tensor:
-    """Call attend(grid, q, k, v, mask=, position=) sample by sample and join the results."""
+    """Call attend(grid, q, k, v, mask=, position=) on the samples of each shape and join the results."""
 
     def run(grid: Grid, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return attend(grid, q, k, v, mask=mask, position=position and position._replace(layout=grid))
@@ -303,16 +303,28 @@ def causal_attention(
             rates = _head_rates(forget, k)
             out, state = _triton_causal.causal(q, k, v, mask, rates, state, where)
             return out, offset_gradient(state, position, 1)
+        if chosen == "torch":
+            return chunked(q, k, v, mask, position, state, forget)
         state = _empty(k, v, position) if state is None else state
-        if chosen == "reference":
-            frames = (k.shape[1], state, position, mask, None, forget)
-            out, state = reference.frames(q, k, v, *frames)
-        else:
-            k, v = _mask_inputs(k, v, mask)
-            inputs = (_query(q, position), k, v, _factors(k, position), _rates(forget, k))
-            out, *after = parallel.causal(*inputs, *state)
-            state = State(*after)
+        out, state = reference.frames(q, k, v, k.shape[1], state, position, mask, None, forget)
         return out.to(q.dtype), offset_gradient(state, position, 1)
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    position: Position | None,
+    state: State | None,
+    forget: float | Tensor,
+    size: int = 1,
+) -> tuple[Tensor, State]:
+    """Run causal attention over frames of `size` tokens in chunks, in torch. position, state: relative."""
+    k, v = _mask_inputs(k, v, mask)
+    inputs = (_query(q, position), k, v, _factors(k, position), _rates(forget, k))
+    out, state = parallel.causal(*inputs, _empty(k, v, position) if state is None else state, size)
+    return out.to(q.dtype), offset_gradient(state, position, 1)
 
 
 def _rates(forget: float | Tensor, k: Tensor) -> Tensor | None:

@@ -32,6 +32,7 @@ from ndlightnet.ops.lightnet.attention import (
     causal_attention,
     check_rates,
     check_window,
+    chunked,
     map_attention,
     packed_position,
     summarize,
@@ -42,8 +43,6 @@ from ndlightnet.ops.plain import plain
 from ndlightnet.ops.position import Position, offset_gradient, offset_of, relative, shape_of
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.scan import before, prefix_maximum, scan
-
-SHORT = 16  # tokens of a window: with fewer, merging their States is faster than chunks in torch
 
 
 class Tokens(NamedTuple):
@@ -174,9 +173,9 @@ def axis_causal_attention(
     left of a frame. return_state: False returns None in place of the State, which for a window of tokens is larger than
     all else.
 
-    Frames of one token are computed in chunks, as in `causal_attention`. Where the States of other
-    single frames take more memory than the tokens (small frames), they are computed for some frames
-    at a time and recomputed in the backward pass.
+    Frames of one token are computed in chunks, as in `causal_attention`, in torch other frames too whose States take
+    more memory than their tokens (small frames). With kernels or a window these States are computed for some frames at
+    a time and recomputed in the backward pass.
     """
     grid: Any = as_layout(layout)
     if isinstance(grid, Ragged):  # kernels take the frames of all samples at once, by tables of a Ragged
@@ -230,20 +229,27 @@ def axis_causal_attention(
         if chosen == "reference":
             out, state = reference.frames(q, k, v, frames, state, position, mask, window, forget)
             return out.to(q.dtype), offset_gradient(state, position, 1)
-        chunked = window is not None and not frame.shared and (chosen == "triton" or window >= min(SHORT, frames))
-        if k.shape[1] == frames and chunked and (state is None or frames >= (window or 0)):
-            assert window is not None
+        by_token = k.shape[1] == frames and not frame.shared
+        if by_token and window is not None and (state is None or frames >= window):
             out, state = _window(inputs, state, window, forget, chosen, return_state)
             return out, None if state is None else offset_gradient(state, position, 1)
         rules = (window, forget, chosen, frame)
-        size = k.shape[1] // frames
-        if plain() or frame.shared or not states_outweigh_tokens(k, v, position, size):
+        size, group = k.shape[1] // frames, frames
+        if not plain() and not frame.shared:
+            if states_outweigh_tokens(k, v, position, size):
+                if window is None and chosen == "torch":
+                    out, state = chunked(*inputs, state, forget, size)
+                    return out, state if return_state else None
+                group = max(1, round(frames**0.5))
+            elif window is None and k.is_cpu and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                group = max(1, parallel.SEGMENT // (k.shape[0] * k.shape[2] * k.shape[3] * v.shape[3]))
+        if group >= frames:
             out, state = _attend(inputs, state, frames, *rules)
             return out, offset_gradient(state, position, 1) if return_state else None
         run: Any = _attend
         if torch.is_grad_enabled():
             run = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
-        outs, group = [], max(1, round(frames**0.5))
+        outs = []
         for first in range(0, frames, group):
             count = min(group, frames - first)
             out, state = run(inputs.frames(first, count, size), state, count, *rules)
