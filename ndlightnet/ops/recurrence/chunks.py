@@ -9,13 +9,17 @@ multiplied by columns of the earlier half, with the later half's first row as th
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ndlightnet.ops.plain import transformed
 
-CHUNK = 64  # a power of two
+CHUNK = 64  # tokens of a chunk, or the next power of two where there are fewer tokens
+SEGMENT = 2**17  # numbers that a step of a form reads on a CPU: as many as its cache holds
+PIECE = 2**13  # numbers that take as long as the start of the operations of a further piece, on a CPU
+READ = 8  # tokens that take as long as a read of the memory
 FLOOR = -30.0  # of log decays in float32: sums of lower ones would lose the digits of small ones
 
 
@@ -44,9 +48,42 @@ def matmul_as(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def missing(length: int, chunk: int = CHUNK) -> int:
+def chunk_of(length: int) -> int:
+    """Return the tokens of a chunk of a sequence: a power of two. By comparisons alone, which leave torch.compile one
+    graph for all lengths between two powers; an exported graph holds one chunk for any length."""
+    chunk = CHUNK
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        return chunk
+    while chunk > 1 and 2 * length <= chunk:
+        chunk //= 2
+    return chunk
+
+
+def pieces(v: Tensor, memory: Tensor) -> list[slice]:
+    """Return the pieces of a sequence that run one after the other, given v (batch, length, heads, value_dim) and the
+    first memory (batch, heads, dim, value_dim): on a CPU so many chunks as its cache holds, and tokens behind the last
+    whole chunk by themselves, in a smaller one, where that saves time. Elsewhere, and compiled, there is one piece."""
+    batch, heads, *sizes = memory.shape
+    n, rows, widest = v.shape[1], max(1, batch * heads), max(CHUNK, *sizes)
+    cuts = [0]
+    if v.is_cpu and not torch.compiler.is_compiling():
+        most = CHUNK * max(1, SEGMENT // (rows * widest**2))
+        while (left := n - cuts[-1]) > 1:
+            size = CHUNK if left > CHUNK else chunk_of(left) // 2
+            rest = left % size
+            saved = size - chunk_of(rest) - READ
+            alone = rest > 0 and saved * rows * widest >= PIECE
+            whole = min(most, left - rest if alone else left)
+            if whole == left:
+                break
+            cuts.append(cuts[-1] + whole)
+    return [slice(a, b) for a, b in pairwise([*cuts, n])]
+
+
+def missing(length: int, chunk: int | None = None) -> int:
     """Return how many tokens to add for whole chunks. An exported graph gets two or three more,
     since torch.export takes a number of 1 as a constant."""
+    chunk = chunk or chunk_of(length)
     if torch.compiler.is_exporting():
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -55,8 +92,9 @@ def missing(length: int, chunk: int = CHUNK) -> int:
     return -length % chunk
 
 
-def to_chunks(x: Tensor, dtype: torch.dtype, chunk: int = CHUNK) -> Tensor:
+def to_chunks(x: Tensor, dtype: torch.dtype, chunk: int | None = None) -> Tensor:
     """Cut (batch, length, heads, dim) to (batch * heads, chunks, chunk, dim), zeros at the end."""
+    chunk = chunk or chunk_of(x.shape[1])
     x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing(x.shape[1], chunk)))
     x = x.unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4).to(dtype)
     return x.flatten(0, 1)

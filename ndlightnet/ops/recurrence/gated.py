@@ -27,6 +27,7 @@ from ndlightnet.ops.recurrence.chunks import (
     floor_of,
     from_chunks,
     later_first,
+    pieces,
     to_chunks,
     unaliased,
     work_dtype,
@@ -100,17 +101,31 @@ def chunkwise(form: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     class Chunkwise(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-            y, m = form(*inputs).run()
-            ctx.save_for_backward(*inputs, m)
-            return unaliased(from_chunks(y, inputs[2])), m[:, -1].view_as(inputs[-1]).clone()
+            *tokens, memory = inputs
+            ctx.pieces, outputs, kept = pieces(inputs[2], memory), [], []
+            for piece in ctx.pieces:
+                xs = cut(tokens, piece)
+                y, m = form(*xs, memory).run()
+                outputs.append(from_chunks(y, xs[2]))
+                kept.append(m)
+                memory = m[:, -1].view_as(memory)
+            ctx.save_for_backward(*inputs, *kept)
+            return unaliased(join(outputs)), memory.clone()
 
         @staticmethod
         @once_differentiable
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            *inputs, m = ctx.saved_tensors
-            with exact(m):
-                result: tuple[Tensor | None, ...] = form(*inputs).backward(inputs, m, *grads)
-                return result
+        def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+            saved, count = ctx.saved_tensors, len(ctx.pieces)
+            (*tokens, first), kept = saved[:-count], saved[-count:]
+            starts = [first, *(m[:, -1].view_as(first) for m in kept[:-1])]
+            grads = []
+            with exact(first):
+                for piece, start, m in reversed(list(zip(ctx.pieces, starts, kept, strict=True))):
+                    inputs = (*cut(tokens, piece), start)
+                    *of_tokens, dlast = form(*inputs).backward(inputs, m, dy[:, piece], dlast)
+                    grads.append(of_tokens)
+                joined = (None if x[0] is None else join(x) for x in zip(*grads[::-1], strict=True))
+                return *joined, dlast
 
     def run(*inputs: Any) -> tuple[Tensor, Tensor]:
         if not plain():
@@ -120,6 +135,16 @@ def chunkwise(form: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         return from_chunks(y, inputs[2]), m[:, -1].view_as(inputs[-1])
 
     return run
+
+
+def cut(xs: Sequence[Tensor | None], piece: slice) -> list[Any]:
+    """Return a piece of the tokens of each x (batch, length, ...)."""
+    return [None if x is None else x[:, piece] for x in xs]
+
+
+def join(xs: Sequence[Tensor]) -> Tensor:
+    """Join pieces of tokens."""
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs), 1)
 
 
 class Chunks:

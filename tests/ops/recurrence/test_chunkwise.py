@@ -6,9 +6,11 @@ import torch
 from torch.nn.functional import normalize
 
 from ndlightnet.ops.recurrence import chunks, delta, gated
-from ndlightnet.ops.recurrence.chunks import _times, inverse
+from ndlightnet.ops.recurrence.chunks import _times, inverse, pieces, to_chunks
 from ndlightnet.ops.recurrence.delta import gated_delta_rule
 from ndlightnet.ops.recurrence.gated import gated_linear_attention
+
+from ..largest_tensor import LargestTensor
 
 LENGTHS = [1, 64, 65, 131]
 DECAYS = ["none", "scalar", "row"]
@@ -57,9 +59,59 @@ def test_chunkwise_is_token_by_token(close, close_grads, rule, decay, n):
 def test_the_size_of_a_chunk_does_not_matter(close, monkeypatch, rule, decay, chunk):
     inputs = given(70, decay)
     expected = run(rule, *inputs)
-    monkeypatch.setattr(chunks.to_chunks, "__defaults__", (chunk,))
+    monkeypatch.setattr(chunks, "CHUNK", chunk)
     for a, b in zip(run(rule, *inputs), expected, strict=True):
         close(a, b, 1e-11)
+
+
+@rules
+@decays
+def test_pieces_are_one_sequence(close, close_grads, monkeypatch, rule, decay):
+    """Three pieces of whole chunks, and behind them one of 16 tokens and one of 3."""
+    monkeypatch.setattr(chunks, "SEGMENT", 4 * 64**2)
+    monkeypatch.setattr(chunks, "PIECE", 4 * 64)
+    inputs = given(3 * 64 + 19, decay)
+    assert lengths(2, inputs[2], inputs[5]) == [64, 64, 64, 16, 3]
+    ours, theirs = run(rule, *inputs), run(rule, *inputs, impl="reference")
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b, 1e-11)
+    close_grads(ours, theirs, used(rule, inputs), 1e-11)
+
+
+def lengths(batch, v, memory):
+    """Of the pieces of so many samples."""
+    cut = pieces(v[:1].expand(batch, -1, -1, -1), memory[:1].expand(batch, -1, -1, -1))
+    return [piece.stop - piece.start for piece in cut]
+
+
+def test_pieces_waste_little_and_fit_a_cache():
+    """Tokens that are computed, over those that there are: at most 1.6 in a large batch, where they decide."""
+    memory = torch.zeros(1, 4, 64, 64)
+    for n in [*range(14, 200), 1000]:
+        v = torch.zeros(1, n, 4, 64)
+        computed = [to_chunks(v[:, :m], v.dtype).shape[1:3].numel() for m in lengths(32, v, memory)]
+        assert n <= sum(computed) <= 1.6 * n
+    assert [to_chunks(torch.zeros(1, n, 1, 1), v.dtype).shape[2] for n in (1, 2, 3, 16, 17, 65)] == [
+        1,
+        2,
+        4,
+        16,
+        32,
+        64,
+    ]
+    long = torch.zeros(1, 1025, 4, 64)
+    assert lengths(1, long, memory) == [512, 512, 1]
+    assert lengths(1, long.to("meta"), memory) == [1025]
+
+
+@rules
+def test_a_long_sequence_makes_no_tensor_larger_than_its_tokens(rule):
+    q, k, v, beta, log, _ = (None if x is None else x.detach() for x in given(4096, "row", torch.float32, 64, 64))
+    q.requires_grad_()
+    with LargestTensor() as made:
+        y, _ = run(rule, q, k, v, beta, log, None)
+        y.sum().backward()
+    assert made.numel == v.numel()
 
 
 @rules
