@@ -31,8 +31,7 @@ def predict_labels(
     """Return labels, on the CPU, of an image `(channels, *space)`: the class of the largest logit, uint8, or int16 for
     more than 255 classes. They are computed tile by tile, without logits of the whole target.
 
-    window: as in `predict_volume`, with the same blending. The network computes one window at a
-        time, on a CPU up to four whose logits take at most `windows.BATCH` bytes.
+    window: as in `predict_volume`, with the same blending. The network computes one window at a time.
     onto: `(shape, matrix)` of another grid for the labels, None: the image's. The matrix `(ndim + 1, ndim + 1)` maps
         its indices to indices of the image, by a scale (negative: a flip) and an offset for each axis. Logits are
         interpolated linearly, outside of the image its border is repeated, and then the largest is taken.

@@ -14,9 +14,6 @@ from torch import Tensor, nn
 Tile = tuple[tuple[int, ...], Tensor]  # index of the first cell, logits (classes, *cells)
 _Box = tuple[tuple[int, int], ...]  # first cell and last + 1 along each axis
 HOST = 2**29  # bytes that the sums of windows may take on a CPU, however small the image is
-# Bytes of logits up to which a CPU computes several windows at a time, at most four: for a single
-# small window torch's convolutions do not use oneDNN and take as long as for four.
-BATCH = 2**24
 
 
 def tiles(
@@ -45,7 +42,6 @@ def tiles(
     if memory is None:
         memory = _allowance(image, like.device)
     channels = logits.shape[1] + 1  # the last one sums the weights
-    together = 1 if like.is_cuda else max(1, min(4, BATCH // (4 * logits[0].numel())))
     columns = _columns(space, window, starts, axis, halo, memory // (4 * channels))
     shapes = [[thick if k == axis else b - a for k, (a, b) in enumerate(c)] for c in columns]
     buffer = torch.empty(channels * max(map(math.prod, shapes)), device=like.device)
@@ -61,14 +57,10 @@ def tiles(
         for start, stop in pairwise([*starts[axis], space[axis]]):
             touching = [[s for s in starts[k] if s < b and s + window[k] > first[k]] for k, (_, b) in enumerate(column)]
             touching[axis] = [start]
-            corners = list(product(*touching))
-            while corners:
+            for corner in product(*touching):
                 if logits is None:
-                    cuts = [_cut(image, corner, window, like) for corner in corners[:together]]
-                    logits = _forward(net, torch.cat(cuts))
-                    del cuts
-                for window_logits in logits:
-                    _add(sums, low, window_logits, corners.pop(0), weight)
+                    logits = _forward(net, _cut(image, corner, window, like))
+                _add(sums, low, logits[0], corner, weight)
                 logits = None  # freed before the next ones
             fresh = sums.narrow(1 + axis, done - low[axis], stop - done)
             fresh[:-1].div_(fresh[-1:])

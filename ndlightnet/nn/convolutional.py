@@ -21,8 +21,7 @@ from ndlightnet.parallel import add_planes
 
 
 def _conv(kind: str, dims: int) -> Any:
-    layer = torch_layer(kind, dims, "separable=False")
-    return getattr(slabs, layer.__name__)
+    return torch_layer(kind, dims, "separable=False")
 
 
 class NormSiLU(nn.GroupNorm):
@@ -97,14 +96,14 @@ def _convolve_slab(conv: Any, x: Tensor, layout: Grid, dim: int) -> Tensor:
     x, received = layout.halo(x, dim, 1, 1)
     first, last = received()  # before conv: within predict_large it may have to begin again
     y = conv(x)
-    apply = getattr(nn.functional, f"conv{x.ndim - 2}d")
+    apply = slabs.conv3d if x.ndim == 5 else getattr(nn.functional, f"conv{x.ndim - 2}d")
     padding = [int(axis != dim) for axis in range(2, x.ndim)]
 
     def added(plane: Tensor, tap: int) -> Tensor:
         if plane.numel() == 0:
             return plane.sum(1, keepdim=True).expand(-1, y.shape[1], *plane.shape[2:])
         weight = conv.weight.narrow(dim, tap, 1)
-        return apply(plane, weight, None, padding=padding)
+        return apply(plane, weight, None, [1] * len(padding), padding)
 
     return add_planes(y, added(first, 0), added(last, 2), dim)
 

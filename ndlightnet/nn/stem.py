@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.nn import slabs
 from ndlightnet.nn.embedding import PatchEmbed
 from ndlightnet.nn.initial import Initialized
 
@@ -15,9 +16,10 @@ FASTEST = {4: torch.channels_last, 5: torch.channels_last_3d}  # layouts, by the
 
 
 def torch_layer(kind: str, dims: int, argument: str) -> Any:
-    """Return torch's layer for this number of axes: `Conv3d`, `ConvTranspose2d`, ... ValueError if
-    there is none names the `argument` that asks for it."""
-    layer = getattr(nn, f"{kind}{dims}d", None)
+    """Return torch's layer for this number of axes: `Conv3d`, `ConvTranspose2d`, ... (those of `slabs`). ValueError
+    if there is none names the `argument` that asks for it."""
+    name = f"{kind}{dims}d"
+    layer = getattr(slabs, name, None) or getattr(nn, name, None)
     if layer is None:
         raise ValueError(f"dims={dims} with {argument}: expected 1, 2 or 3, torch has no {kind} for more axes")
     return layer

@@ -10,7 +10,7 @@ from torch import nn
 
 from ndlightnet import NDLightUNet
 from ndlightnet.inference import labels as labels_module
-from ndlightnet.inference import predict_labels, windows
+from ndlightnet.inference import predict_labels
 from ndlightnet.inference.windows import tiles
 
 SPACES = [(20, 17, 23), (9, 30, 8), (5, 4, 3), (33, 40), (1, 21, 19), (31,)]
@@ -157,9 +157,8 @@ def test_bfloat16_networks_and_autocast(window):
         assert (labels == exact).float().mean() > 0.9
 
 
-def test_one_window_at_a_time_and_each_once(monkeypatch):
+def test_one_window_at_a_time_and_each_once():
     """Where the sums fit, no window is computed twice; in columns only those on the cuts."""
-    monkeypatch.setattr(windows, "BATCH", 0)
     shapes = []
 
     class Net(nn.Module):
@@ -179,21 +178,6 @@ def test_one_window_at_a_time_and_each_once(monkeypatch):
     halves = ((80, 20, 48), scaling((0.5, 1, 0.5), 0))
     predict_labels(Net(), image, (8, 8, 8), onto=halves, memory=4 * 4 * (9 * 20 * 13 + 40 * 20))
     assert len(shapes) == 9 * 4 * (5 + 1)
-
-
-def test_small_windows_are_computed_four_at_a_time_on_a_host(monkeypatch):
-    """As many as BATCH bytes of their logits hold, and with the same result."""
-    net, image, counts = make_net(3), torch.randn(2, 20, 17, 23), []
-    net.register_forward_pre_hook(lambda _, x: counts.append(len(x[0])))
-    results = {}
-    for bytes_, most in ((2**24, 4), (4 * 5 * 8**3 * 2, 2), (0, 1)):
-        monkeypatch.setattr(windows, "BATCH", bytes_)
-        with torch.no_grad():
-            results[most] = assembled(tiles(net, image, (8, 8, 8), 0.5, [0] * 3, image), image.shape[1:])
-        assert max(counts) == most and sum(counts) == 4 * 4 * 5
-        counts.clear()
-    for most in (2, 4):
-        torch.testing.assert_close(results[most], results[1], rtol=1e-5, atol=1e-5)
 
 
 def test_a_meta_tensor_and_a_matrix_of_integers():

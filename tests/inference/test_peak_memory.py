@@ -42,7 +42,6 @@ def test_the_counter_sees_a_peak():
 def test_the_peak_is_what_the_docstring_says(fraction, onto, monkeypatch):
     """`fraction`: of the bytes that the sums take where the image is not cut into columns."""
     monkeypatch.setattr(labels_module, "CHUNK", CHUNK)
-    monkeypatch.setattr(windows, "BATCH", 0)  # the only sums of a fixed size
     net, image, w = Counted(1, CLASSES, 1), torch.randn(1, *SPACE), 8
     shape = (30, 18, 40) if onto else SPACE
     grid = (shape, torch.diag(torch.tensor([0.9, 1.1, 0.6, 1]))) if onto else None

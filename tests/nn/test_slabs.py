@@ -176,3 +176,59 @@ def test_one_slab_at_a_time(monkeypatch):
     ours(x).sum().backward()
     for counts in alive.values():
         assert len(counts) > 3 and not any(counts)
+
+
+def backend(x, weight, sizes):
+    backend = torch._C._select_conv_backend(x, weight, None, *sizes, [1] * 3, False, [0] * 3, 1, None)
+    return backend.name
+
+
+@pytest.mark.parametrize("kernel", [(3, 3, 3), (1, 3, 3), (3, 1, 3), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 40, 16, 32, 5), (1, 40, 16, 33, 5), (2, 4, 8, 8, 5), (1, 32, 6, 4, 6)], ids=str)
+def test_small_samples_are_those_that_torch_convolves_without_onednn(shape, kernel):
+    """Of three axes, and as a batch of two it convolves them with it."""
+    x, weight, space = torch.randn(shape), torch.randn(64, shape[1], *kernel), [5, 5, 5]
+    sizes = [1, 1, 1], [0, 0, 0]
+    assert slabs._without_onednn(x, weight, space) == (backend(x, weight, sizes) == "Slow3d")
+    assert backend(torch.cat([x, x]), weight, sizes) == "Mkldnn"
+    assert not slabs._without_onednn(x, weight[..., :1, :1], space)  # one thread convolves two without it
+
+
+def derivatives(layer, x):
+    """What a layer returns, its gradients and second derivatives, in float64."""
+    inputs = [x.clone().requires_grad_(), *layer.parameters()]
+    y = layer(inputs[0])
+    first = grad(y.pow(3).sum(), inputs, create_graph=True)
+    second = grad(sum(one.square().sum() for one in first), inputs)
+    return [y.double(), *(one.double() for one in (*first, *second))]
+
+
+@pytest.mark.parametrize("space", [(6, 7, 5), (7, 4, 5), (2, 5, 6), (2, 4, 5), (4, 5, 9)], ids=str)
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 1, 1), (2, 2, 0), (3, 2, 1), ((1, 7, 7), 2, (0, 3, 3))])
+def test_a_small_sample_as_a_batch_of_two(kernel, stride, padding, space, monkeypatch, close):
+    net, ours = pair("Conv", 3, kernel, stride, padding, channels=(5, 6))
+    x, batches, convolve = torch.randn(1, 5, *space), [], torch.nn.functional.conv3d
+    expected = derivatives(net, x.double())
+    monkeypatch.setattr(torch.nn.functional, "conv3d", lambda x, *args: (batches.append(len(x)), convolve(x, *args))[1])
+    for products, batch in ((2**20, 1), (0, 2)):
+        monkeypatch.setattr(slabs, "PRODUCTS", products)
+        for one, two in zip(derivatives(ours.float(), x), expected, strict=True):
+            close(one / two.abs().max(), two / two.abs().max(), 1e-5)
+        assert batches.pop() == batch
+    with torch.autocast("cpu", torch.bfloat16):
+        close(ours(x).double(), expected[0], 2**-6)
+    assert batches == [1]
+
+
+@pytest.mark.slow
+def test_a_small_sample_in_a_compiled_and_in_an_exported_graph(monkeypatch, close):
+    net, ours = pair("Conv", 3, 3, 1, 1)
+    ours.float()
+    x = torch.randn(1, 2, 9, 4, 5)
+    monkeypatch.setattr(slabs, "PRODUCTS", 0)
+    torch.compiler.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    close(compiled(x).double(), net(x.double()), 1e-5)
+    exported = torch.export.export(ours, (x,))
+    close(exported.module()(x).double(), net(x.double()), 1e-5)
+    assert not any("cat" in str(node.target) for node in exported.graph.nodes)

@@ -45,17 +45,57 @@ def test_torch_form_matches_reference(close, close_grads, form, radius, grid, ca
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("form", "radius", "grid"), [(star, 2, (5, 6)), (dense, 1, (5, 6)), (dense, 1, (3, 4, 5)), (star, 1, (3, 4, 5))]
-)
+@pytest.mark.parametrize(("form", "radius"), [(star, 1), (star, 3), (dense, 1), (dense, 2)])
+@pytest.mark.parametrize("grid", [(9,), (5, 6), (3, 2), (3, 4, 5), (2, 1, 3), (2, 3, 2, 4)], ids=str)
 def test_float32_matches_float64(close_grads, form, radius, grid, causal):
-    """On a CPU two axes, and the dense box on three, are a convolution of torch."""
+    """On a CPU torch's convolutions compute it, and gradients of its weights; second derivatives too."""
+    if len(grid) == 4 and radius > 1:
+        grid, radius = grid[:3], (1, 3, 2)
     x, weight, offsets = case(form, radius, grid, causal)
     low = [t.detach().float().requires_grad_() for t in (x, weight)]
     u, exact = local_mixing(*low, offsets), local_mixing(x, weight, offsets)
     assert (u - exact).norm() <= 1e-6 * exact.norm()
-    # sums of at most 27 products, or of all cells for the weights
+    # sums of at most 125 products, or of all cells for the weights
     close_grads(u, exact, low, 1e-6, other=(x, weight))
+    sums = []
+    for inputs in (low, (x, weight)):
+        first = torch.autograd.grad(local_mixing(*inputs, offsets).pow(3).sum(), inputs, create_graph=True)
+        sums.append(sum(one.square().sum() for one in first))
+    close_grads(*sums, low, 1e-5, other=(x, weight))
+
+
+@pytest.mark.parametrize("form", [star, dense])
+@pytest.mark.parametrize("grid", [(300,), (20, 20), (8, 8, 8), (4, 4, 4, 4)], ids=str)
+def test_kernels_have_three_columns_where_their_gradient_is_sought(form, grid, monkeypatch):
+    """oneDNN takes many times as long for wider ones, and for the gradient of x from its own form."""
+    shapes, real = [], torch.ops.aten.convolution_backward
+
+    def noted(du, x, weight, *args):
+        shapes.append(weight.shape)
+        assert args[-1] == [False, True, False]
+        return real(du, x, weight, *args)
+
+    monkeypatch.setattr(torch.ops.aten, "convolution_backward", noted)
+    offsets = form(len(grid), 1 if len(grid) == 4 else 2)
+    x, weight = torch.randn(1, *grid, 8, requires_grad=True), torch.randn(len(offsets), 8, requires_grad=True)
+    u = local_mixing(x, weight, offsets)
+    nodes = [u.grad_fn]
+    for node in nodes:
+        nodes += [parent for parent, _ in node.next_functions if parent]
+    assert "ConvolutionBackward0" not in [node.name() for node in nodes]
+    u.sum().backward()
+    assert shapes and max(shape[-1] for shape in shapes) <= 3
+
+
+def test_under_autocast_sums_are_float32(close, close_grads):
+    x, weight, offsets = case(star, 1, (4, 6))
+    low = [t.detach().float().requires_grad_() for t in (x, weight)]
+    expected = local_mixing(x, weight, offsets)
+    with torch.autocast("cpu", torch.bfloat16):
+        u = local_mixing(*low, offsets)
+        assert u.dtype == torch.float32
+        close(u.double(), expected, 1e-6)
+        close_grads(u, expected, low, 1e-6, other=(x, weight))
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])

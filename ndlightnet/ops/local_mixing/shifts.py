@@ -13,6 +13,7 @@ from ndlightnet.layout import Grid, Ragged
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.local_mixing.offsets import Offsets
 from ndlightnet.ops.plain import plain
+from ndlightnet.ops.recurrence.chunks import exact
 
 Box = tuple[slice, ...]
 
@@ -29,13 +30,15 @@ def _overlap(shape: Sequence[int], offset: Sequence[int]) -> tuple[Box, Box] | N
     return tuple(into), tuple(source)
 
 
-class _Shifts(torch.autograd.Function):
+class _Mix(torch.autograd.Function):
     """Sum of weight_i * x_(t - offsets_i) on a grid. x (batch, *grid, dim) and weight (taps, dim) have one dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.offsets = offsets
+        if _convolves(x, offsets):
+            return _convolve(x, weight, offsets)
         u = torch.zeros_like(x)
         for w, offset in zip(weight, offsets, strict=True):
             if overlap := _overlap(x.shape[1:-1], offset):
@@ -48,7 +51,7 @@ class _Shifts(torch.autograd.Function):
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             back = tuple(tuple(-o for o in offset) for offset in ctx.offsets)
-            dx = _Shifts.apply(du, weight, back)
+            dx = _Mix.apply(du, weight, back)
         if ctx.needs_input_grad[1]:
             dweight = _Correlation.apply(du, x, ctx.offsets)
         return dx, dweight, None
@@ -62,36 +65,41 @@ class _Correlation(torch.autograd.Function):
         ctx.save_for_backward(du, x)
         ctx.offsets = offsets
         out = x.new_zeros(len(offsets), x.shape[-1])
-        for row, offset in zip(out, offsets, strict=True):
-            if overlap := _overlap(x.shape[1:-1], offset):
-                torch.sum((du[overlap[0]] * x[overlap[1]]).flatten(0, -2), 0, out=row)
+        for group in _groups(offsets):
+            if len(group) > 2 and _has_onednn(x):
+                out[group] = _kernel_gradient(du, x, [offsets[i] for i in group])
+                continue
+            for i in group:
+                if overlap := _overlap(x.shape[1:-1], offsets[i]):
+                    torch.sum((du[overlap[0]] * x[overlap[1]]).flatten(0, -2), 0, out=out[i])
         return out
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> Any:
         du, x = ctx.saved_tensors
         back = tuple(tuple(-o for o in offset) for offset in ctx.offsets)
-        return _Shifts.apply(x, dw, ctx.offsets), _Shifts.apply(du, dw, back), None
+        return _Mix.apply(x, dw, ctx.offsets), _Mix.apply(du, dw, back), None
 
 
-def _reach(offsets: Offsets) -> tuple[list[int], list[int]]:
+def _reach(offsets: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Return how many cells the taps read before and after a cell along each axis."""
     axes = range(len(offsets[0]))
     before = [max(0, *(offset[axis] for offset in offsets)) for axis in axes]
     return before, [max(0, *(-offset[axis] for offset in offsets)) for axis in axes]
 
 
+def _has_onednn(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32
+
+
 def _convolves(x: Tensor, offsets: Offsets) -> bool:
-    """Return whether torch's convolution over the box of all taps is faster: measured on a CPU with
-    float32, on two axes; on three axes if most cells of the box have a tap."""
-    axes = x.ndim - 2
+    """Return whether a convolution over the box of all taps is faster: measured on a CPU."""
     box = math.prod(1 + b + a for b, a in zip(*_reach(offsets), strict=True))
-    fits = axes == 2 or (axes == 3 and 2 * len(offsets) > box)
-    return x.device.type == "cpu" and x.dtype == torch.float32 and fits
+    return _has_onednn(x) and x.ndim - 2 in (2, 3) and 4 * len(offsets) > box
 
 
 def _convolve(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
-    """Compute the same as `_Shifts` by a depthwise convolution. x (batch, *grid, dim)."""
+    """Compute `_Mix` by a depthwise convolution. x (batch, *grid, dim)."""
     before, after = _reach(offsets)
     box = [1 + b + a for b, a in zip(before, after, strict=True)]
     taps = tuple(torch.tensor([b - o[i] for o in offsets]) for i, b in enumerate(before))
@@ -101,12 +109,40 @@ def _convolve(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
     if before != after:
         cells, padding = torch.nn.functional.pad(cells, pads), [0] * len(box)
     conv = torch.nn.functional.conv2d if len(box) == 2 else torch.nn.functional.conv3d
-    u = conv(cells, kernel.movedim(-1, 0)[:, None], padding=padding, groups=x.shape[-1])
+    with exact(x):
+        u = conv(cells, kernel.movedim(-1, 0)[:, None], padding=padding, groups=x.shape[-1])
     return u.movedim(1, -1)
 
 
+def _groups(offsets: Offsets) -> list[list[int]]:
+    """Return the taps that are one kernel of a convolution over the last two axes of at most three columns: for wider
+    ones oneDNN takes up to 30 times as long to find the gradient of the kernel."""
+    groups: dict[Any, list[int]] = {}
+    for tap, offset in enumerate(offsets):
+        groups.setdefault((*offset[:-2], (offset[-1] + 1) // 3), []).append(tap)
+    return list(groups.values())
+
+
+def _kernel_gradient(du: Tensor, x: Tensor, offsets: Sequence[Sequence[int]]) -> Tensor:
+    """Compute `_Correlation` for a group of taps."""
+    high, low = ([pick(along) for along in zip(*offsets, strict=True)] for pick in (max, min))
+    if any(a >= n or -b >= n for a, b, n in zip(low, high, x.shape[1:-1], strict=True)):
+        return x.new_zeros(len(offsets), x.shape[-1])
+    # what a kernel reads on both sides is padding of the convolution, else of x
+    both = [b if b == -a else 0 for b, a in zip(high, low, strict=True)]
+    pads = [n for b, a, p in zip(reversed(high), reversed(low), reversed(both), strict=True) for n in (b - p, -a - p)]
+    if any(pads):
+        x = torch.nn.functional.pad(x, [0, 0, *pads])
+    du, x = (cells.flatten(0, -4).movedim(-1, 1) for cells in (du, x))
+    kernel = x.new_empty(x.shape[1], 1, *(1 + b - a for b, a in zip(high[-2:], low[-2:], strict=True)))
+    options = [1, 1], both[-2:], [1, 1], False, [0, 0], x.shape[1], [False, True, False]
+    gradient = torch.ops.aten.convolution_backward(du, x, kernel, None, *options)[1]
+    rows, columns = ([high[axis] - offset[axis] for offset in offsets] for axis in (-2, -1))
+    return gradient[:, 0, rows, columns].T
+
+
 def _traced(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
-    """Compute the same as `_Shifts` with operations that compilers fuse and exporters translate."""
+    """Compute the same as `_Mix` with operations that compilers fuse and exporters translate."""
     shape, pads = x.shape[1:-1], [0, 0]
     before, after = _reach(offsets)
     for pair in zip(reversed(before), reversed(after), strict=True):
@@ -127,11 +163,11 @@ def on_grid(x: Tensor, weight: Tensor, offsets: Offsets, grid: Grid) -> Tensor:
     cells, weight = grid.unflatten(x.to(acc)), weight.to(acc)
     if torch.compiler.is_compiling() or plain():
         u = _traced(cells, weight, offsets)
-    elif _convolves(cells, offsets):
-        u = _convolve(cells, weight, offsets)
     else:
-        u = _Shifts.apply(cells, weight, offsets)  # type: ignore[no-untyped-call]
-    return grid.flatten(u).to(x.dtype)
+        if grid.ndim == 1:  # the row of an image
+            cells, offsets = cells[:, None], tuple((0, *offset) for offset in offsets)
+        u = _Mix.apply(cells, weight, offsets)  # type: ignore[no-untyped-call]
+    return u.reshape(x.shape).to(x.dtype)
 
 
 def mixed(x: Tensor, weight: Tensor, offsets: Offsets, layout: Any) -> Tensor:
