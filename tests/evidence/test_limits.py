@@ -20,8 +20,11 @@ from .job import job
         (1, "dies", {"error": "processes ended with [3]"}),
     ],
 )
-def test_processes_answer_or_say_why_not(count, end, answer):
+def test_processes_answer_or_say_why_not(count, end, answer, capfd):
+    """They end by themselves, without a group and without a word on it, unless one of them fails."""
     assert gpu_processes.launch(count, job, n=3, end=end) == answer
+    lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith(("  ", "Traceback"))]
+    assert lines == {"": ["no group"] * 2, "fails": ["MemoryError: no memory left"], "dies": []}[end]
 
 
 @pytest.mark.parametrize("largest, gpus, tries", [(448, 1, 1), (448, 2, 1), (96, 1, 1), (384, 2, 3)])
