@@ -22,13 +22,14 @@ Shape = TypeVar("Shape")
 
 
 class Case(NamedTuple):
-    """One shape of one row. dim: channels of a head."""
+    """One shape of one row. dim: channels of a head. size: what a sweep varies."""
 
     row: str
     batch: int
     length: int
     heads: int
     dim: int
+    size: int = 0
 
     def numel(self) -> int:
         return self.batch * self.length * self.heads * self.dim
