@@ -57,6 +57,24 @@ def test_a_failing_peer_is_an_empty_cell_with_its_reason(bench, monkeypatch):
     assert of(bench, "ours")[-1]["ms"] and "--minutes" in of(bench, "fla linear")[-1]["note"]
 
 
+def test_softmax_is_the_fastest_of_the_kernels_that_torch_has(bench, monkeypatch):
+    """Its cell names the kernel; one that fails or is slower has none."""
+    sdp, times = torch.backends.cuda, {"cuDNN": 3.0, "FlashAttention": 2.0, "broken": None}
+
+    def run(*_):
+        return sdp.cudnn_sdp_enabled(), sdp.flash_sdp_enabled(), sdp.math_sdp_enabled()
+
+    flags = {name: within(run)() for name, within in rival_kernels.backends(True).items()}
+    assert flags == {"cuDNN": (True, False, False), "FlashAttention": (False, True, False)}
+    timings = [timing.Timing(ms, "graph" if ms else "", "" if ms else "no kernel") for ms in times.values()]
+    monkeypatch.setattr(rows, "time_calls", lambda *_: timings.pop(0))
+    bench.minutes = 99
+    assert attention_rows.compare(bench, CASE, "fwd", [Contender("sdpa", dict.fromkeys(times, run))]) == {"sdpa": 2.0}
+    (cell,) = of(bench, "sdpa")
+    assert (cell["ms"], cell["note"]) == (2.0, "FlashAttention") and not timings
+    assert "(FlashAttention)" in output.table(bench.cells)
+
+
 def test_calls_take_turns_and_backward_reaches_every_input():
     x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
     grads = timing.backward_call(lambda x, y: x * y, (x, y))()

@@ -17,6 +17,7 @@ from ndlightnet_evidence.tables import Run
 
 LIMIT = 240  # seconds of a job; the first one compiles kernels
 END = 20  # seconds in which processes that are done end
+Store = dist.TCPStore  # type: ignore[attr-defined]
 
 
 def launch(count: int, job: Callable[..., Run], **options: Any) -> Run:
@@ -25,7 +26,7 @@ def launch(count: int, job: Callable[..., Run], **options: Any) -> Run:
     spawn = get_context("spawn")  # CUDA does not survive a fork
     results = spawn.Queue()
     # here, not in a worker: the others would report its loss
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = Store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = count, store.port, results, job, options
     workers = [spawn.Process(target=_work, args=(rank, *shared)) for rank in range(count)]
     for worker in workers:
@@ -56,7 +57,7 @@ def _work(rank: int, count: int, port: int, results: Any, job: Callable[..., Run
     if device is not None:
         torch.cuda.set_device(device)
     if count > 1:
-        store = dist.TCPStore("127.0.0.1", port)
+        store = Store("127.0.0.1", port)
         backend = "nccl" if device else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=count, store=store, device_id=device)
     try:

@@ -45,11 +45,12 @@ def table(cells: Sequence[Run]) -> str:
 def _text(cell: Run) -> str:
     if cell["ms"] is None:
         return "-"
+    backend = f" ({cell['note'].partition(',')[0]})" if cell["who"] in ("sdpa", "softmax") and cell["note"] else ""
     ms = f"{cell['ms']:.3g} ms" if cell["ms"] < 1000 else f"{cell['ms']:.0f} ms"
     if cell["over_floor"] is None or cell["who"] == "floor":
-        return ms
+        return ms + backend
     ratio = f"{cell['over_floor']:.2f}x" if cell["over_floor"] < 10 else f"{cell['over_floor']:.0f}x"
-    return f"{ms}, {ratio}" if cell["who"] == "ours" else ratio
+    return f"{ms}, {ratio}" if cell["who"] == "ours" else ratio + backend
 
 
 def neighbours(cells: Sequence[Run]) -> str:

@@ -64,10 +64,9 @@ def lines(bench: Bench, on_card: bool) -> Iterator[Point]:
     """MD-TPE both ways, over the length of a line."""
     dim, states = (384, 64) if on_card else (8, 8)
 
-    def run(x: Tensor, *weights: Tensor, dtype: torch.dtype) -> Tensor:
+    def run(x: Tensor, coef: Tensor, log_decay: Tensor, *reverse: Any, dtype: torch.dtype) -> Tensor:
         if on_card and not (support := ops.supported("axis_scan", x.to(dtype))):
             raise Absent(f"{x.shape[1]} tokens a line: no kernel for {support.reason}")
-        coef, log_decay, *reverse = weights
         return ops.axis_scan(x, coef, log_decay, reverse, dtype=dtype, impl=bench.impl)
 
     def inputs(n: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -114,8 +113,8 @@ def frames(bench: Bench, on_card: bool) -> Iterator[Point]:
         yield Point("tokens a frame", n, run, _qkv(bench, 1, count * n), attention_rows.TENSORS, count * n)
 
 
-def _causal(*qkv: Tensor, frames: int, **options: Any) -> Tensor:
-    return ops.axis_causal_attention(*qkv, frames, return_state=False, **options)[0]
+def _causal(q: Tensor, k: Tensor, v: Tensor, frames: int, **options: Any) -> Tensor:
+    return ops.axis_causal_attention(q, k, v, frames, return_state=False, **options)[0]
 
 
 def local(bench: Bench, on_card: bool) -> Iterator[Point]:
