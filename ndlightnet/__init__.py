@@ -1,46 +1,17 @@
 """LightNet attention for sequences, images, videos and volumes: one network, any number of axes."""
 
-from ndlightnet.layout import Grid, Packed, Ragged, pack
-from ndlightnet.models import NDLightDiT, NDLightNet, NDLightUNet, ndlightnet_base, ndlightnet_small, ndlightnet_tiny
-from ndlightnet.nn import MultiheadAttention, mixers
-from ndlightnet.nn.mixers import Identity, LightNetAttention, SoftmaxAttention
-from ndlightnet.ops import (
-    State,
-    attention_step,
-    axis_causal_attention,
-    causal_attention,
-    global_attention,
-    merge,
-    read,
-    summarize,
-)
-from ndlightnet.parallel import shard_grid
-from ndlightnet.version import __version__
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Grid",
-    "Identity",
-    "LightNetAttention",
-    "MultiheadAttention",
-    "NDLightDiT",
-    "NDLightNet",
-    "NDLightUNet",
-    "Packed",
-    "Ragged",
-    "SoftmaxAttention",
-    "State",
-    "__version__",
-    "attention_step",
-    "axis_causal_attention",
-    "causal_attention",
-    "global_attention",
-    "merge",
-    "mixers",
-    "ndlightnet_base",
-    "ndlightnet_small",
-    "ndlightnet_tiny",
-    "pack",
-    "read",
-    "shard_grid",
-    "summarize",
-]
+if TYPE_CHECKING:
+    from ndlightnet.public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import all names of `ndlightnet.public` when one is used: `ndlightnet --help` needs none, and torch takes
+        seconds."""
+        public = import_module("ndlightnet.public")
+        globals().update({key: getattr(public, key) for key in ("__all__", *public.__all__)})
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]

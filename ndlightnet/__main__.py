@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 from runpy import run_path
 from typing import Any, NamedTuple, ParamSpec
 
-from ndlightnet import __version__
+from ndlightnet.version import __version__
 
 Arguments = ParamSpec("Arguments")
 INSIDE = Path(__file__).parent / "configs"
@@ -42,17 +43,26 @@ EXTRA = {
     "PIL",
 }
 TRAINING = "ndlightnet.training"
+HELP = (["-h"], ["--help"])
+TRAININGS = {
+    "fit": "train, or go on with a training",
+    "validate": "measure a network on what training validates with",
+    "test": "measure a network on the test data",
+    "predict": "write predictions",
+    "stream": "predict at each frame of a video or a pipe, as it arrives",
+}
 
 
 class Door(NamedTuple):
-    """A task: a line on it, its class and that of its data, its default config, and its commands
-    beside Lightning's. Classes and functions are `module:name` below ndlightnet.training."""
+    """A task: a line on it, its class and that of its data, its default config, its commands beside
+    Lightning's, and which of TRAININGS it has. Classes and functions are `module:name` below ndlightnet.training."""
 
     line: str
     task: str
     data: str
     config: str
     commands: dict[str, str] = {}  # noqa: RUF012 (never written to)
+    trainings: tuple[str, ...] = ("fit", "validate", "test", "predict")
 
 
 # run, not imported: `import ndlightnet.training` loads Lightning, which takes seconds
@@ -103,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         from ndlightnet.training.core.export import export
 
         return export(words[1:])
-    if words[:1] not in ([], ["-h"], ["--help"]):
+    if words[:1] not in ([], *HELP):
         from ndlightnet.data.errors import printable
         from ndlightnet.layout.spelling import did_you_mean
 
@@ -128,10 +138,36 @@ def door(name: str, arguments: list[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         return main(words)
     entry = DOORS[name]
+    if words in HELP:  # without torch and Lightning, which take seconds
+        print(_help(f"ndlightnet {name}" if arguments else Path(sys.argv[0]).name, entry))
+        return 0
     from ndlightnet.training.core.cli import run
 
     commands = {key: partial(_call, path) for key, path in entry.commands.items()}
     return run(_load(entry.task), _load(entry.data), CONFIGS / f"{entry.config}.yaml", commands, words)
+
+
+def _help(program: str, entry: Door) -> str:
+    lines = {name: TRAININGS[name] for name in entry.trainings}
+    lines |= {name: _first_sentence(path) for name, path in entry.commands.items()}
+    return "\n".join(
+        [
+            f"usage: {program} COMMAND [--config FILE] ...\n\n{entry.line}\n\ncommands:",
+            *(f"  {name:11}{line}" for name, line in lines.items()),
+            "\nCOMMAND --help lists the options. A config is a YAML file of them, and may be given several times.",
+            f"Without a command: fit and test with {CONFIGS / entry.config}.yaml",
+        ]
+    )
+
+
+def _first_sentence(path: str) -> str:
+    """Return the beginning of a function's docstring, read from its file: importing it takes seconds."""
+    module, name = path.split(":")
+    file = Path(__file__).parent.joinpath("training", *module.split(".")).with_suffix(".py")
+    functions = [node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)]
+    text = next(ast.get_docstring(node) or "" for node in functions if node.name == name)
+    sentence = " ".join(text.split()).partition(". ")[0].removesuffix(".")
+    return sentence[:1].lower() + sentence[1:]
 
 
 def _load(path: str) -> Any:

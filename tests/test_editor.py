@@ -55,6 +55,7 @@ assert_type(NDLightUNet(2, 1, 2).encode(x), list[Tensor])
 assert_type(nd.ndlightnet_tiny(2, num_classes=3), NDLightNet)
 nd.ndlightnet_small(2, patchsize=8)  # wrong
 nd.ndlightnet_base()  # wrong
+nd.ndlightnet_huge  # wrong
 layer = nd.MultiheadAttention(8, 2, batch_first=True)
 assert_type(layer(x, x, x)[0], Tensor)
 layer(x, x)  # wrong

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     ("tasks", "ndlightnet.__main__"),
     ("ndlightnet.training",),
-    ("ndlightnet", "ndlightnet.models", "ndlightnet.inference", "ndlightnet.integrations"),
+    ("ndlightnet", "ndlightnet.public", "ndlightnet.models", "ndlightnet.inference", "ndlightnet.integrations"),
     ("ndlightnet.nn",),
     ("ndlightnet.ops",),
     ("ndlightnet.parallel",),
@@ -211,16 +211,21 @@ def test_an_upward_import_is_caught_and_a_downward_one_passes(path, source, wron
 
 CHILD = """
 import json, sys
+import ndlightnet
+assert "torch" not in sys.modules
 import torch
 before = set(sys.modules)
-import ndlightnet
+from ndlightnet import NDLightNet
+assert set(ndlightnet.__all__) < set(vars(ndlightnet)) and ndlightnet.nn.mixers is ndlightnet.mixers
+assert not hasattr(ndlightnet, "NDLightNets")
 print(json.dumps(sorted({m.split(".")[0] for m in set(sys.modules) - before})))
 """
 
 
 @pytest.mark.slow
 def test_import_is_light():
-    """Beyond `import torch` it loads einops and itself, no other package nor part of torch."""
+    """Nothing is loaded before a name is used, and then, beyond `import torch`, einops and itself, no other package nor
+    part of torch."""
     done = subprocess.run([sys.executable, "-c", CHILD], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)) - sys.stdlib_module_names == {"ndlightnet", "ndlightnet_kernels", "einops"}

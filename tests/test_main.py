@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from lightning import LightningModule
 
 import ndlightnet
 from ndlightnet import __main__ as command
@@ -23,6 +24,42 @@ def test_help_lists_every_task(capsys):
     out = capsys.readouterr().out
     for name, door in command.DOORS.items():
         assert f"  {name}" in out and door.line in out and all(x in out for x in door.commands)
+
+
+HELP = """
+import runpy, sys
+from ndlightnet.__main__ import DOORS, main
+assert all(main(words) == 0 for words in ([], ["-h"], *([name, "--help"] for name in DOORS)))
+sys.argv = ["tasks/text_lm.py", "--help"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert end.code == 0
+sys.exit(", ".join({"torch", "lightning", "jsonargparse", "numpy", "yaml"} & {*sys.modules}) or 0)
+"""
+
+
+def test_help_is_printed_before_anything_large_is_loaded():
+    done = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "usage: text_lm.py COMMAND" in done.stdout and "usage: ndlightnet text_lm COMMAND" in done.stdout
+
+
+@pytest.mark.parametrize("name", command.DOORS)
+def test_help_of_a_task_is_what_its_parser_takes(name, monkeypatch, capsys):
+    """The commands are those of Lightning's parser, without a prediction that the task refuses, and its own."""
+    entry = command.DOORS[name]
+    task, data = command._load(entry.task), command._load(entry.data)
+    assert command.main([name, "--help"]) == 0
+    lines = capsys.readouterr().out.split("commands:\n")[1].split("\n\n")[0].splitlines()
+    monkeypatch.setattr(sys, "argv", ["task.py"])
+    with pytest.raises(SystemExit):
+        cli.task_cli(task, data, ["--help"])
+    usage = capsys.readouterr().out.partition("{")[2].partition("}")[0].split(",")
+    refused = {"predict"} if task.predict_step is LightningModule.predict_step else set()
+    assert [line.split()[0] for line in lines] == [word for word in usage if word not in refused] + [*entry.commands]
+    for line, path in zip(lines[len(entry.trainings) :], entry.commands.values(), strict=True):
+        assert line.split(maxsplit=1)[1][1:] in " ".join(command._load(path).__doc__.split())
 
 
 def test_python_m_ndlightnet_ends_with_the_status(monkeypatch, capsys):

@@ -95,13 +95,14 @@ def class_folders(split: Path, classes: Sequence[str], notes: Notes = None) -> l
     `notes`. DataError for a class that `classes` lack, and for no class folder."""
     entries = _visible(split)
     folders = [entry for entry in entries if entry.is_dir()]
+    numbers = {name: number for number, name in enumerate(classes)}
     for folder in folders:
-        if folder.name not in classes:
+        if folder.name not in numbers:
             raise DataError(f"{folder}: a class that training lacks, it has {list(classes)}")
     if not folders:
         raise DataError(f"{split}: has no folder of a class, expected one for each")
     report_skipped({*entries} - {*folders}, split, "a folder for each class", notes)
-    return [(folder, classes.index(folder.name)) for folder in folders]
+    return [(folder, numbers[folder.name]) for folder in folders]
 
 
 def _visible(split: Path) -> list[Path]:

@@ -1,7 +1,8 @@
 """Time the library: python tasks/evidence/bench.py [GROUP ...] [--out DIR] [--quick]
 
 Prints a table per group and writes bench.csv, bench.json, scans.png (group `figure`) and stream.png
-(group `stream`). Without a CUDA device only the group `cpu` runs.
+(group `stream`). Without a CUDA device only the groups `cpu` and `sweep` run. `sweep`, over sizes, runs only when it is
+named: time a token beside that of the size before; --figure FILE draws it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ndlightnet_evidence.bench import attention_rows, network_rows, operator_rows, output, rival_kernels
+from ndlightnet_evidence.bench import attention_rows, network_rows, operator_rows, output, rival_kernels, size_rows
 from ndlightnet_evidence.bench.rows import Bench
 
 
@@ -37,13 +38,17 @@ GROUPS: dict[str, Callable[[Bench], None]] = {
     "packs": packs,
     "stream": network_rows.stream,
     "cpu": attention_rows.cpu,
+    "sweep": size_rows.sweep,
 }
+ON_CPU = ("cpu", "sweep")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python tasks/evidence/bench.py", description=__doc__)
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"default: all of {', '.join(GROUPS)}")
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"default: all but sweep of {', '.join(GROUPS)}")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="default: %(default)s")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="picture of time over size, of the group sweep")
     parser.add_argument("--quick", action="store_true", help="first shapes only, fewer repetitions")
     parser.add_argument(
         "--minutes",
@@ -65,12 +70,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the groups; return 1 if a row of ndlightnet has no time, else 0."""
     options = parse(arguments)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    names = [name for name in GROUPS if name in (options.groups or GROUPS)]
-    if skipped := [name for name in names if not cuda and name != "cpu"]:
+    device = torch.device(options.device)
+    cuda = device.type == "cuda"
+    names = [name for name in GROUPS if name in (options.groups or GROUPS.keys() - {"sweep"})]
+    if skipped := [name for name in names if not cuda and name not in ON_CPU]:
         print(f"no CUDA device: {', '.join(skipped)} left out\n")
-        names = [name for name in names if name == "cpu"]
+        names = [name for name in names if name in ON_CPU]
     save = partial(output.write, folder=options.out)
     bench = Bench(device, "triton" if cuda else "torch", options.quick, options.minutes, save)
     torch.manual_seed(0)
@@ -82,10 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells = [cell for cell in bench.cells if cell["group"] == name]
         rate = bench.rates.get("cpu" if name == "cpu" else device.type, 0)
         print(f"\n## {name}: {time.monotonic() - start:.0f} s, copy at {rate / 1e12:.3g} TB/s\n")
-        print("\n".join([output.table(cells), *output.remarks(cells)]), flush=True)
+        table = output.neighbours if name == "sweep" else output.table
+        print("\n".join([table(cells), *output.remarks(cells)]), flush=True)
         bench.save(bench)
         if name == "figure":
             output.draw(cells, options.out / "scans.png")
+        if name == "sweep" and options.figure:
+            output.draw_sweep(cells, options.figure)
         if name == "stream":
             network_rows.draw_stream(bench.facts, options.out / "stream.png")
     for fact, value in bench.facts.items():

@@ -1,7 +1,8 @@
 """Measure the largest inputs of one GPU and of several, and what they cost.
 
     limits=tasks/evidence/limits.py
-    python $limits scaling --gpus 1 2   a training step of NDLightNet on one GPU, and shared by two
+    python $limits scaling --gpus 1 2 4   a training step of NDLightNet on one GPU, shared by two and by four
+    python $limits scaling --profile    the same with the times of kernels on the first of them
     python $limits cubes                the largest cube in training, on one GPU and on all
     python $limits cubes --prediction   the same in prediction
     python $limits windows              a cube predicted whole and in windows: seconds and memory
@@ -34,12 +35,12 @@ from torch.nn.functional import cross_entropy
 from ndlightnet import NDLightNet, NDLightUNet, shard_grid
 from ndlightnet.inference import predict_labels
 from ndlightnet.training.peers import DynUNet, SwinUNETR
-from ndlightnet_evidence import gpu_processes, runner, shard_model, tables
+from ndlightnet_evidence import gpu_processes, kernel_times, runner, shard_model, tables
 from ndlightnet_evidence.cuda_graphs import Replay, seconds
 from ndlightnet_evidence.tables import Run
 
 STRIDES = (2, 2, 2, 2)
-GRID, BATCH, STEPS = (32, 64, 64), 4, 12  # of `scaling`: tokens of a sample on a GPU, samples, timed steps
+STEPS = 12  # of `scaling`, timed
 SIDE = 32  # voxels: the sides of cubes are multiples of it
 LARGE, WINDOW = 512, 128  # voxels a side of the cube and of a window in `windows`
 SHAPE = (1024, 1024, 1024)  # of the volume of `out_of_core`
@@ -120,12 +121,13 @@ def backward(loss: Tensor, gradients: Tensor, group: Any) -> None:
         dist.all_reduce(gradients, dist.ReduceOp.AVG)
 
 
-def scaled(grid: Sequence[int]) -> Run:
-    """Measure a whole training step of NDLightNet-S on a slab of `grid` tokens: from a CUDA graph, and eager."""
+def scaled(grid: Sequence[int], batch: int, profile: bool = False) -> Run:
+    """Measure a whole training step of NDLightNet-S on slabs of `grid` tokens: from a CUDA graph, and eager. profile:
+    also the kernels of one."""
     torch.manual_seed(0)
     net = NDLightNet(len(grid), 1, 10, patch_size=1).cuda().train()
-    x = torch.randn(BATCH, 1, *grid, device="cuda")
-    label = torch.zeros(BATCH, dtype=torch.long, device="cuda")
+    x = torch.randn(batch, 1, *grid, device="cuda")
+    label = torch.zeros(batch, dtype=torch.long, device="cuda")
     optimizer = torch.optim.AdamW(net.parameters(), 1e-4, fused=True, capturable=True)
     gradients, group = flat_gradients(net), world()
 
@@ -146,11 +148,15 @@ def scaled(grid: Sequence[int]) -> Run:
         return 1e3 * statistics.median(times[2:])
 
     with sharded(x, group):
-        run: Run = {"eager ms": timed(partial(step, x, label))}
+        again: Callable[[], Any] = partial(step, x, label)
+        run: Run = {"eager ms": timed(again)}
         try:
-            run["graph ms"] = timed(Replay(step, x, label).again)
+            replay = Replay(step, x, label)
+            run["graph ms"], again = timed(replay.again), replay.again
         except RuntimeError as error:
             run["graph error"] = str(error).splitlines()[0][:200]
+        if profile:
+            run["kernels"] = kernel_times.kernels(again)
     return {**run, "gb": torch.cuda.max_memory_allocated() / 1e9}
 
 
@@ -159,11 +165,18 @@ def step_ms(run: Run) -> float | None:
 
 
 def scaling(o: Namespace) -> Iterator[Run]:
-    count, (planes, *plane) = max(o.gpus), GRID
+    planes, *plane = o.grid
+    shares = [("one GPU", 1, planes)]
+    for count in sorted({*o.gpus} - {1}):
+        shares += [("weak", count, planes), ("strong", count, planes // count)]
     alone = None
-    for row, gpus, size in (("one GPU", 1, planes), ("weak", count, planes), ("strong", count, planes // count)):
-        run = gpu_processes.launch(gpus, scaled, grid=[size, *plane])
-        run = {"row": row, "gpus": gpus, "tokens": BATCH * size * gpus * math.prod(plane), **run}
+    for row, gpus, size in shares:
+        run = gpu_processes.launch(gpus, scaled, grid=[size, *plane], batch=o.batch, profile=o.profile)
+        kernels = run.pop("kernels", [])
+        run = {"row": row, "gpus": gpus, "tokens": o.batch * size * gpus * math.prod(plane), **run}
+        if kernels:
+            run |= kernel_times.sums(kernels)
+            print(f"{row}, {gpus} GPUs:\n{tables.of_records(kernels[: kernel_times.LARGEST])}", flush=True)
         alone, together = alone or run, step_ms(run)
         if gpus > 1 and together and (ms := step_ms(alone)):
             run["efficiency"] = ms * run["tokens"] / alone["tokens"] / gpus / together
@@ -240,6 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS)[:1])
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, torch.cuda.device_count()])
+    parser.add_argument("--grid", nargs="+", type=int, default=(32, 64, 64), help="of `scaling`: tokens on a GPU")
+    parser.add_argument("--batch", type=int, default=4, help="of `scaling`: samples")
+    parser.add_argument("--profile", action="store_true", help="of `scaling`: times of kernels on the first GPU")
     parser.add_argument("--prediction", action="store_true", help="cubes in prediction instead of training")
     parser.add_argument("--out", type=Path, default=Path("runs/limits"))
     o = parser.parse_args(arguments)

@@ -1,12 +1,15 @@
 """A job of several processes, which imports little, as each of them does."""
 
+import atexit
 import os
+import sys
 import time
 
 import torch.distributed as dist
 
 
 def job(n: int, end: str) -> dict[str, int]:
+    atexit.register(lambda: print("group" if dist.is_initialized() else "no group", file=sys.stderr))
     if end == "dies":
         os._exit(3)
     if end == "fails" and dist.get_rank() == 1:

@@ -8,7 +8,16 @@ import torch
 
 import bench as command
 from ndlightnet.ops import Position, global_attention
-from ndlightnet_evidence.bench import attention_rows, network_rows, operator_rows, output, rival_kernels, rows, timing
+from ndlightnet_evidence.bench import (
+    attention_rows,
+    network_rows,
+    operator_rows,
+    output,
+    rival_kernels,
+    rows,
+    size_rows,
+    timing,
+)
 from ndlightnet_evidence.bench.rows import Bench, Case, Contender
 
 CPU = torch.device("cpu")
@@ -48,6 +57,24 @@ def test_a_failing_peer_is_an_empty_cell_with_its_reason(bench, monkeypatch):
     assert of(bench, "ours")[-1]["ms"] and "--minutes" in of(bench, "fla linear")[-1]["note"]
 
 
+def test_softmax_is_the_fastest_of_the_kernels_that_torch_has(bench, monkeypatch):
+    """Its cell names the kernel; one that fails or is slower has none."""
+    sdp, times = torch.backends.cuda, {"cuDNN": 3.0, "FlashAttention": 2.0, "broken": None}
+
+    def run(*_):
+        return sdp.cudnn_sdp_enabled(), sdp.flash_sdp_enabled(), sdp.math_sdp_enabled()
+
+    flags = {name: within(run)() for name, within in rival_kernels.backends(True).items()}
+    assert flags == {"cuDNN": (True, False, False), "FlashAttention": (False, True, False)}
+    timings = [timing.Timing(ms, "graph" if ms else "", "" if ms else "no kernel") for ms in times.values()]
+    monkeypatch.setattr(rows, "time_calls", lambda *_: timings.pop(0))
+    bench.minutes = 99
+    assert attention_rows.compare(bench, CASE, "fwd", [Contender("sdpa", dict.fromkeys(times, run))]) == {"sdpa": 2.0}
+    (cell,) = of(bench, "sdpa")
+    assert (cell["ms"], cell["note"]) == (2.0, "FlashAttention") and not timings
+    assert "(FlashAttention)" in output.table(bench.cells)
+
+
 def test_calls_take_turns_and_backward_reaches_every_input():
     x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
     grads = timing.backward_call(lambda x, y: x * y, (x, y))()
@@ -55,7 +82,7 @@ def test_calls_take_turns_and_backward_reaches_every_input():
     assert timing.forward_call(lambda x: 2 * x, [x])().grad_fn is None
     order = []
     timed = timing.time_calls([lambda i=i: order.append(i) for i in range(3)], CPU, laps=5)
-    assert order == [0, 1, 2, 0, 1, 2] and timed.ms is not None and timed.mode == "eager"
+    assert order[:6] == [0, 1, 2, 0, 1, 2] and timed.ms is not None and timed.mode == "eager"
 
 
 @pytest.mark.parametrize("kind", [None, "rotary", "cosine"])
@@ -142,6 +169,36 @@ def test_all_groups_have_their_rows_and_floors(bench, monkeypatch, tmp_path):
     assert cell["over_floor"] == pytest.approx(cell["ms"] / of(bench, "floor", row="global")[0]["ms"])
 
 
+def test_a_sweep_marks_the_steps_between_neighbours():
+    """Of the time a token, up and down, within a row and pass; not beside a size without a time."""
+    times = {"a": [2.0, 4.0, 5.0, 20.0, 13.0], "b": [1.0, 1.0, None, 9.0]}
+    cells = [
+        {"row": row, "pass": "fwd", "size": size, "batch": 1, "length": 10, "who": who, "ms": ms, "over_floor": 2.0}
+        for row, values in times.items()
+        for size, ms in enumerate(values)
+        for who in ("floor", "ours")
+    ]
+    lines = [line.split("|") for line in output.neighbours(cells).splitlines()[2:]]
+    marked = [(line[1].strip(), int(line[3])) for line in lines if "<--" in line[-2]]
+    assert marked == [("a", 1), ("a", 3), ("a", 4)] and len(lines) == 9
+    assert [line[6].strip() for line in lines] == ["", "2", "1.25", "4", "0.65", "", "1", "", ""]
+
+
+@pytest.mark.slow
+def test_a_sweep_times_every_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rows, "copy_rate", lambda *_: 1e10)
+    monkeypatch.setattr(size_rows, "TOKENS", 64)
+    threads = torch.get_num_threads()
+    words = ["sweep", "--quick", "--device", "cpu", "--out", str(tmp_path), "--figure", str(tmp_path / "sweep.png")]
+    assert command.main(words) == 0 and torch.get_num_threads() == threads
+    timed = {(c["row"], c["pass"]) for c in json.loads((tmp_path / "bench.json").read_text())["cells"] if c["ms"]}
+    names = ("MD-TPE, fp32", "global, length", "causal, length", "pack, length", "window", "tokens a frame")
+    names += ("local, radius", "3-D convolution, side")
+    expected = {(name, direction) for name in names for direction in ("fwd", "fwd+bwd")}
+    assert timed == expected | {("stream, tokens a call", "fwd")}
+    assert "| local, radius " in capsys.readouterr().out and (tmp_path / "sweep.png").stat().st_size > 5_000
+
+
 @pytest.mark.slow
 def test_the_command_without_a_card(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -153,7 +210,7 @@ def test_the_command_without_a_card(tmp_path, monkeypatch, capsys):
     assert content["versions"]["torch"] and content["copy_bytes_per_second"]["cpu"] > 0
     with open(tmp_path / "bench.csv") as file:
         lines = list(csv.DictReader(file))
-    assert ",".join(lines[0]) == "group,row,batch,length,heads,dim,pass,who,ms,over_floor,mode,note"
+    assert ",".join(lines[0]) == "group,row,batch,length,heads,dim,size,pass,who,ms,over_floor,mode,note"
     assert [{k: str(v) for k, v in cell.items()} for cell in content["cells"]] == lines
     expected = {(direction, who) for direction in ("fwd", "fwd+bwd") for who in ("floor", "ours", "sdpa")}
     assert {(line["pass"], line["who"]) for line in lines} == expected

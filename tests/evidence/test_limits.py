@@ -1,12 +1,13 @@
 """The command `limits`, what of it needs no card: the arithmetic of its tables, its processes."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import limits
-from ndlightnet_evidence import gpu_processes
+from ndlightnet_evidence import gpu_processes, kernel_times
 
 from .job import job
 
@@ -20,8 +21,11 @@ from .job import job
         (1, "dies", {"error": "processes ended with [3]"}),
     ],
 )
-def test_processes_answer_or_say_why_not(count, end, answer):
+def test_processes_answer_or_say_why_not(count, end, answer, capfd):
+    """They end by themselves, without a group and without a word on it, unless one of them fails."""
     assert gpu_processes.launch(count, job, n=3, end=end) == answer
+    lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith(("  ", "Traceback"))]
+    assert lines == {"": ["no group"] * 2, "fails": ["MemoryError: no memory left"], "dies": []}[end]
 
 
 @pytest.mark.parametrize("largest, gpus, tries", [(448, 1, 1), (448, 2, 1), (96, 1, 1), (384, 2, 3)])
@@ -43,14 +47,42 @@ def test_the_largest_cube_is_the_first_that_fits(monkeypatch, largest, gpus, tri
     assert limits.largest_cube(lambda **_: {"error": "boom"}, 1) == {"error": "boom"}
 
 
+def test_kernels_of_a_call_by_part(monkeypatch):
+    """On a CPU operators; the names of MD-TPE's are those in its modules, of communication NCCL's."""
+    monkeypatch.setitem(sys.modules, "ndlightnet_kernels.axis_x", SimpleNamespace(**{"aten::cumsum": None}))
+
+    def call():
+        with torch.profiler.record_function("ncclDevKernel_AllReduce"):
+            torch.ones(99).cumsum(0)
+
+    rows = kernel_times.kernels(call)
+    parts = {row["kernel"]: row["part"] for row in rows}
+    assert parts["aten::cumsum"] == "MD-TPE" and parts["aten::fill_"] == "rest"
+    assert "ncclDevKernel_AllReduce" not in parts  # a range, whose kernels have their own rows
+    assert [row["ms"] for row in rows] == sorted((row["ms"] for row in rows), reverse=True)
+    total = kernel_times.sums(rows)
+    assert total["MD-TPE ms"] > 0 and sum(total.values()) == pytest.approx(sum(row["ms"] for row in rows))
+
+
 def test_scaling_is_compared_with_one_card(monkeypatch, tmp_path, capsys):
     launched = []
 
-    def launch(gpus, job, grid):
+    def launch(gpus, job, grid, batch, profile):
         launched.append((gpus, tuple(grid)))
-        return {"graph ms": {1: 100, 2: 125}[gpus] * grid[0] / 32}
+        kernels = [{"kernel": f"k{n}", "part": "rest", "calls": 1, "ms": 1.0} for n in range(16)]
+        return {
+            "graph ms": {1: 25, 2: 31.25, 4: 50}[gpus] * batch * grid[0] / 32,
+            **({"kernels": kernels} if profile else {}),
+        }
 
     monkeypatch.setattr(gpu_processes, "launch", launch)
+    limits.main(
+        ["scaling", "--gpus", "1", "4", "--grid", "8", "4", "--batch", "2", "--profile", "--out", str(tmp_path)]
+    )
+    assert launched == [(1, (8, 4)), (4, (8, 4)), (4, (2, 4))]
+    printed = capsys.readouterr().out
+    assert "strong, 4 GPUs:" in printed and "| k14 " in printed and "k15" not in printed and "rest ms 16" in printed
+    launched.clear()
     limits.main(["scaling", "--gpus", "1", "2", "--out", str(tmp_path)])
     assert launched == [(1, (32, 64, 64)), (2, (32, 64, 64)), (2, (16, 64, 64))]
     lines = [line.split("|") for line in (tmp_path / "scaling.md").read_text().splitlines()]

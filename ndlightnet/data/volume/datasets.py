@@ -4,6 +4,7 @@ plain folders to predict on. No volume is opened here."""
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -299,7 +300,8 @@ def find_inputs(
         begun = {_case_of(file) for file in first}
         numbered = [f for f in files if NUMBERED.fullmatch(stem(f)) and _case_of(f) in begun]
     volumes: list[tuple[Path, tuple[Path, ...]]]
-    volumes = [(path, (path,)) for path in [*plain, *files] if path not in numbered]
+    joined = {*numbered}
+    volumes = [(path, (path,)) for path in [*plain, *files] if path not in joined]
     volumes = sorted([*volumes, *_joined(numbered, channels).items()])
     names = _names(home, [path for path, _ in volumes])
     inputs = [
@@ -350,7 +352,8 @@ def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
         names = ["_".join([*folders[:-1], stem(Path(folders[-1]))]) for folders in places]
         if len(set(names)) < len(set(places)):
             full = ["_".join(folders) for folders in places]
-            names = [w if names.count(n) > 1 else n for n, w in zip(names, full, strict=True)]
+            count = Counter(names)
+            names = [w if count[n] > 1 else n for n, w in zip(names, full, strict=True)]
     taken: set[str] = set()
     for path, name in zip(paths, names, strict=True):
         if name in taken:

@@ -87,10 +87,11 @@ def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], 
     name: it may be a slice of any.
     """
     collected: list[Series] = []
+    begun: dict[tuple[str, ...], list[Series]] = {}  # the same, by what ONE_SERIES names
     skipped: Counter[str] = Counter()
     folders = _headers(root, skipped)
     for folder, headers in folders.items():
-        _sort_out(folder, headers, collected, skipped)
+        _sort_out(folder, headers, collected, begun, skipped)
     collected = [volume for series in collected for volume in _volumes(series)]
     _name(collected, root)
     chosen = []
@@ -129,8 +130,14 @@ def _headers(root: Path, skipped: Counter[str]) -> dict[Path, dict[Path, Any]]:
     return headers
 
 
-def _sort_out(folder: Path, headers: dict[Path, Any], collected: list[Series], skipped: Counter[str]) -> None:
-    """Add the series of a folder to `collected`, and the counts of its other objects to `skipped`."""
+def _sort_out(
+    folder: Path,
+    headers: dict[Path, Any],
+    collected: list[Series],
+    begun: dict[tuple[str, ...], list[Series]],
+    skipped: Counter[str],
+) -> None:
+    """Add the series of a folder to `collected` and `begun`, and the counts of its other objects to `skipped`."""
     by_uid: dict[str, Series] = {}
     lost = []
     for file, header in headers.items():
@@ -147,19 +154,20 @@ def _sort_out(folder: Path, headers: dict[Path, Any], collected: list[Series], s
     skipped.update(["localizer"] * sum(len(one.files) for one in by_uid.values() if one.scout))
     for series in images or ([Series(folder)] if lost else []):
         series.files += lost
-        _join(collected, series)
+        _join(collected, begun, series)
 
 
-def _join(collected: list[Series], series: Series) -> None:
+def _join(collected: list[Series], begun: dict[tuple[str, ...], list[Series]], series: Series) -> None:
     """Add a series, or the rest of one: some archives put a fixed number of files into a folder and continue in the
     next. A copy, with the same objects, is a separate series."""
-    for begun in collected:
-        same = series.text(ONE_SERIES[0]) and all(begun.text(tag) == series.text(tag) for tag in ONE_SERIES)
-        if same and not begun.texts("SOPInstanceUID") & series.texts("SOPInstanceUID"):
-            begun.folder = Path(os.path.commonpath([begun.folder, series.folder]))
-            begun.headers += series.headers
-            begun.files += series.files
+    same = begun.setdefault(tuple(map(series.text, ONE_SERIES)), [])
+    for one in same if series.text(ONE_SERIES[0]) else ():
+        if not one.texts("SOPInstanceUID") & series.texts("SOPInstanceUID"):
+            one.folder = Path(os.path.commonpath([one.folder, series.folder]))
+            one.headers += series.headers
+            one.files += series.files
             return
+    same.append(series)
     collected.append(series)
 
 

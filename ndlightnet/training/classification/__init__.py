@@ -12,6 +12,7 @@ COMMANDS = {
         "task": "classification.video_task:VideoTask",
         "data": "classification.video_data:VideoData",
         "config": "digits",
+        "trainings": ("fit", "validate", "test", "predict", "stream"),
     },
     "volume_cls": {
         "line": "classify volumes (CT, MRI)",
@@ -24,5 +25,6 @@ COMMANDS = {
         "task": "classification.signal_task:SignalTask",
         "data": "classification.signal_data:SignalData",
         "config": "spoken_digits",
+        "trainings": ("fit", "validate", "test"),
     },
 }

@@ -71,7 +71,7 @@ def short(n: int) -> str:
 
 
 def curves(arguments: Sequence[str]) -> int:
-    """Run the command `curves`: draw one picture of several runs. Returns the exit status."""
+    """Draw one picture of several runs. Returns the exit status."""
     parser = argparse.ArgumentParser("text_lm.py curves", description="One picture of all runs.")
     parser.add_argument("runs", nargs="+", type=Path, help="folders with a metrics.json of `test`")
     parser.add_argument("--out", type=Path, default=Path("runs/curves.png"))

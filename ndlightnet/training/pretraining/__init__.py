@@ -6,5 +6,6 @@ COMMANDS = {
         "task": "pretraining.pretrain_task:PretrainTask",
         "data": "core.data_module:LabelledData",
         "config": "coloured_digits_pretrain",
+        "trainings": ("fit", "validate", "test"),
     }
 }

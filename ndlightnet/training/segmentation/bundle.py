@@ -37,8 +37,8 @@ class BundleCLI(TaskCLI):
 
 
 def bundle(arguments: list[str]) -> None:
-    """Write a bundle. arguments: `--ckpt_path best.ckpt --out bundles/NAME`, the training's config and what overrides
-    it. The folder `out`, new or empty before, appears complete or not at all.
+    """Write a bundle of MONAI. arguments: `--ckpt_path best.ckpt --out bundles/NAME`, the training's config and what
+    overrides it. The folder `out`, new or empty before, appears complete or not at all.
 
     Raises DataError for a checkpoint of another network, for a network that MONAI cannot build from the config, and
     where `out` holds something or cannot be written.

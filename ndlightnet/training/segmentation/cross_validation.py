@@ -17,7 +17,7 @@ from ndlightnet.training.segmentation.volume_data import VolumeData
 
 
 def folds(arguments: list[str]) -> None:
-    """Train and test every fold, `fit` with these arguments; then write cases.csv and metrics.json of all folds
+    """Train and test every fold with the arguments of `fit`. Then write cases.csv and metrics.json of all folds
     together. A finished fold is not run again, and an interrupted one is resumed."""
     expect_config(["folds", *arguments], PLANNED)
     rows: dict[str, list[dict[str, float]]] = {}

@@ -8,6 +8,7 @@ import numpy as np
 import pydicom
 import pytest
 
+from ndlightnet.data.volume import dicom_tree
 from ndlightnet.data.volume.datasets import find_inputs
 from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
@@ -299,3 +300,17 @@ def test_a_mosaic_is_refused(tmp_path, kind):
         words = "ImageType is .*MOSAIC.*tiles of one plane.*dcm2niix"
         refuses(lambda case=case: Volume.read(case), tmp_path / "in" / "0", words)
     assert len(find_inputs(tmp_path / "in")) == 1
+
+
+def test_series_are_compared_with_those_of_their_own_name_only(tmp_path, monkeypatch):
+    """Tags read for each series: as many of 12 series as of 6."""
+    read = []
+    text_of = dicom_tree.text_of
+    monkeypatch.setattr(dicom_tree, "text_of", lambda header, tag: read.append(tag) or text_of(header, tag))
+    for count in (6, 12):
+        for number in range(count):
+            write_object(tmp_path / f"{number:02}" / "slice.dcm", "CT", ImagePositionPatient=[0, 0, number])
+        read.append("end")
+        assert len(find_inputs(tmp_path)) == count
+    first = read.index("end", 1)
+    assert len(read) - first == 2 * first - 1

@@ -103,13 +103,14 @@ def attention(bench: Bench, shapes: Sequence[Shape] = SHAPES, heads: int = 12, d
 def _sdpa(length: int) -> Contender:
     if length > LONGEST_SOFTMAX:
         return Contender("sdpa", rival_kernels.absent(f"quadratic: left out above {LONGEST_SOFTMAX} tokens"))
-    return Contender("sdpa", rival_kernels.softmax)
+    backends = rival_kernels.backends(torch.cuda.is_available())
+    return Contender("sdpa", {name: within(rival_kernels.softmax) for name, within in backends.items()})
 
 
 def figure(bench: Bench, lengths: Sequence[int] = LENGTHS, heads: int = 12, dim: int = 64) -> None:
     """Measure the paper's Fig. 1: time over length at batch 1, one scan against two."""
     for direction in PASSES:
-        quadratic = Contender("sdpa", rival_kernels.softmax)
+        quadratic = _sdpa(0)
         for length in lengths[::4] if bench.quick else lengths:
             case = Case("global", 1, length, heads, dim)
             times = compare(bench, case, direction, [ours(bench), TWO_SCANS, quadratic])

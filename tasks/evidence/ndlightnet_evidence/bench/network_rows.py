@@ -23,6 +23,7 @@ from ndlightnet_evidence.bench.timing import Call
 PATCH, COMPILED, CLASSES = (2, 16, 16), ", blocks compiled", 10
 WINDOWS = {"all frames": None, "window 16": 16}
 FACT = "memory in MB after frames:"
+Within = Callable[[Call], Call]
 
 
 def autocast(device: torch.device) -> torch.autocast:
@@ -65,7 +66,7 @@ def step(bench: Bench, grid: tuple[int, int, int] = (32, 32, 32), dim: int = 384
     tokens = math.prod(grid)
     ours = partial(LightNetAttention, impl=bench.impl)
 
-    def prepare(row: str, who: str, mixer: Callable[[int], nn.Module]) -> list[Call]:
+    def prepare(row: str, who: str, mixer: Callable[[int], nn.Module], within: Within) -> list[Call]:
         net = NDLightNet(3, num_classes=400, patch_size=PATCH, embed_dim=dim, depth=depth, mixer=mixer)
         net.to(bench.device)
         if row.endswith(COMPILED):
@@ -74,7 +75,7 @@ def step(bench: Bench, grid: tuple[int, int, int] = (32, 32, 32), dim: int = 384
                 block.compile(dynamic=False)
         clip = torch.randn(1, 3, *(n * p for n, p in zip(grid, PATCH, strict=True))).to(bench.device)
         label = torch.zeros(1, dtype=torch.long, device=bench.device)
-        work, backward = updates(net, lambda: cross_entropy(net(clip), label))
+        work, backward = map(within, updates(net, lambda: cross_entropy(net(clip), label)))
         record_memory(bench, f"{row}, {who}", backward, tokens)
         return [work]
 
@@ -87,7 +88,9 @@ def step(bench: Bench, grid: tuple[int, int, int] = (32, 32, 32), dim: int = 384
     )
     for row, who, mixer in rows:
         case = Case(row, 1, tokens, dim // 64, 64)
-        bench.measure(case, "fwd+bwd", who, partial(prepare, row, who, mixer))
+        backends = rival_kernels.backends(bench.device.type == "cuda" and who == "softmax")
+        prepares = {name: partial(prepare, row, who, mixer, within) for name, within in backends.items()}
+        bench.fastest(case, "fwd+bwd", who, prepares)
 
 
 def generation(bench: Bench, side: int = 128, batch: int = 16, dim: int = 384, depth: int = 12) -> None:
@@ -101,18 +104,20 @@ def generation(bench: Bench, side: int = 128, batch: int = 16, dim: int = 384, d
         "identity + local": {"mixer": partial(WithLocal, mixer=Identity)},
     }
 
-    def prepare(options: Mapping[str, Any]) -> list[Call]:
+    def prepare(options: Mapping[str, Any], within: Within) -> list[Call]:
         net = NDLightDiT(2, 3, CLASSES, embed_dim=dim, depth=depth, **options).to(bench.device)
         for weight in net.parameters():
             if not weight.any():  # gates and output begin as 0, and products of zeros are faster
                 nn.init.normal_(weight, std=0.02)
         x, target = torch.randn(2, batch, 3, side, side, device=bench.device)
         t, y = 1000 * torch.rand(batch, device=bench.device), torch.randint(CLASSES, (batch,), device=bench.device)
-        return [updates(net, lambda: mse_loss(net(x, t, y).float(), target))[0]]
+        return [within(updates(net, lambda: mse_loss(net(x, t, y).float(), target))[0])]
 
     case = Case(f"generation, {side} x {side}", batch, (side // 2) ** 2, dim // 32, 32)
     for who, options in rows.items():
-        bench.measure(case, "fwd+bwd", who, partial(prepare, options))
+        backends = rival_kernels.backends(bench.device.type == "cuda" and who == "softmax")
+        prepares = {name: partial(prepare, options, within) for name, within in backends.items()}
+        bench.fastest(case, "fwd+bwd", who, prepares)
 
 
 def stream(

@@ -56,7 +56,7 @@ def tpe(
         contenders = [Contender("ours", partial(_scan, bench.impl))]
         if n == states[0] and ways == 1:  # compiling takes long
             contenders.append(compiled(partial(_scan, "torch")))
-        inputs = partial(_scan_inputs, bench, grid, dim, n // ways, ways)
+        inputs = partial(scan_inputs, bench, grid, dim, n // ways, ways)
         bench.compare(case, direction, contenders, inputs, TENSORS[direction] * case.numel() * 2)
 
 
@@ -64,7 +64,7 @@ def _scan(impl: Any, x: Tensor, coef: Tensor, log_decay: Tensor, *reverse: Any) 
     return axis_scan(x, coef, log_decay, reverse or None, impl=impl)
 
 
-def _scan_inputs(bench: Bench, grid: tuple[int, ...], dim: int, states: int, ways: int) -> tuple[Tensor, ...]:
+def scan_inputs(bench: Bench, grid: tuple[int, ...], dim: int, states: int, ways: int) -> tuple[Tensor, ...]:
     reach = torch.logspace(0, 8, states, base=2, device=bench.device)
     weights = []
     for _ in range(ways):

@@ -20,6 +20,7 @@ from ndlightnet_evidence.bench.rows import PASSES, Bench
 from ndlightnet_evidence.tables import Run, of_records
 
 PACKAGES = ("torch", "triton", "ndlightnet", "fla-core", "flash-linear-attention")
+STEP = 1.5
 LINES = {
     "sdpa": "softmax attention (SDPA)",
     "fla two scans": "two scans (fla lightning attention)",
@@ -44,11 +45,29 @@ def table(cells: Sequence[Run]) -> str:
 def _text(cell: Run) -> str:
     if cell["ms"] is None:
         return "-"
+    backend = f" ({cell['note'].partition(',')[0]})" if cell["who"] in ("sdpa", "softmax") and cell["note"] else ""
     ms = f"{cell['ms']:.3g} ms" if cell["ms"] < 1000 else f"{cell['ms']:.0f} ms"
     if cell["over_floor"] is None or cell["who"] == "floor":
-        return ms
+        return ms + backend
     ratio = f"{cell['over_floor']:.2f}x" if cell["over_floor"] < 10 else f"{cell['over_floor']:.0f}x"
-    return f"{ms}, {ratio}" if cell["who"] == "ours" else ratio
+    return f"{ms}, {ratio}" if cell["who"] == "ours" else ratio + backend
+
+
+def neighbours(cells: Sequence[Run]) -> str:
+    """Return a Markdown table of a sweep: the time a token of each size and its ratio to that of the size before, with
+    a mark where they differ by more than STEP."""
+    lines: list[Run] = []
+    for cell in cells:
+        if cell["who"] != "ours":
+            continue
+        each = None if cell["ms"] is None else 1e6 * cell["ms"] / (cell["batch"] * cell["length"])
+        line = {"row": cell["row"], "pass": cell["pass"], "size": cell["size"], "time": _text(cell), "ns a token": each}
+        before = lines[-1] if lines else {}
+        if each and before.get("ns a token") and all(before[key] == line[key] for key in ("row", "pass")):
+            line["ratio"] = ratio = each / before["ns a token"]
+            line["step"] = "<--" if max(ratio, 1 / ratio) > STEP else ""
+        lines.append(line)
+    return of_records(lines)
 
 
 def remarks(cells: Sequence[Run]) -> list[str]:
@@ -83,6 +102,19 @@ def write(bench: Bench, folder: Path) -> None:
         "cells": bench.cells,
     }
     (folder / "bench.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def draw_sweep(cells: Sequence[Run], path: Path) -> None:
+    """Draw nanoseconds a token over size, both on logarithmic axes, with a panel for each pass."""
+    panels = []
+    for direction, title in PASSES.items():
+        points: dict[str, dict[int, float]] = {}
+        for c in cells:
+            if (c["pass"], c["who"]) == (direction, "ours") and c["ms"] is not None:
+                points.setdefault(c["row"], {})[c["size"]] = 1e6 * c["ms"] / c["length"]
+        lines = {row: plots.Line([*line], torch.tensor([[*line.values()]])) for row, line in points.items()}
+        panels.append(plots.Panel("size", lines, title, "ns a token", base=2, ylog=True))
+    plots.draw(path, panels)
 
 
 def draw(cells: Sequence[Run], path: Path) -> None:

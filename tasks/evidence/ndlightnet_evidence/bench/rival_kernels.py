@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from ndlightnet.nn.mixers.base import default_heads
@@ -21,6 +22,8 @@ from ndlightnet.ops import Position
 from ndlightnet.ops.position import key_features, query_features
 from ndlightnet.ops.recurrence import wkv
 from ndlightnet_evidence.bench.timing import Absent
+
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
 
 
 def absent(why: str) -> Callable[..., Any]:
@@ -35,6 +38,20 @@ def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute quadratic attention, with the kernel that torch chooses."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def backends(on_card: bool) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """Return, by name, what lets a call run with one of torch's kernels of softmax attention: the one that torch takes
+    is not always the fastest."""
+
+    def within(backend: SDPBackend, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with sdpa_kernel(backend):
+                return run(*args)
+
+        return call
+
+    return {name: partial(within, backend) for name, backend in BACKENDS.items()} if on_card else {"": lambda run: run}
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, position: Position | None = None) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -22,23 +23,25 @@ Shape = TypeVar("Shape")
 
 
 class Case(NamedTuple):
-    """One shape of one row. dim: channels of a head."""
+    """One shape of one row. dim: channels of a head. size: what a sweep varies."""
 
     row: str
     batch: int
     length: int
     heads: int
     dim: int
+    size: int = 0
 
     def numel(self) -> int:
         return self.batch * self.length * self.heads * self.dim
 
 
 class Contender(NamedTuple):
-    """One implementation. run: input tensors -> output; its errors only leave its cell empty."""
+    """One implementation. run: input tensors -> output; its errors only leave its cell empty. Of several by name, the
+    fastest has the cell."""
 
     who: str
-    run: Callable[..., Any]
+    run: Any
     graph: bool = True
 
 
@@ -99,10 +102,29 @@ class Bench:
 
         times: dict[str, float | None] = {}
         for who, run, graph in contenders:
-            ms = self.measure(case, direction, who, partial(prepare, run), floor, graph)
-            times.setdefault(who, ms)
+            runs = run if isinstance(run, Mapping) else {"": run}
+            prepares = {name: partial(prepare, run) for name, run in runs.items()}
+            times.setdefault(who, self.fastest(case, direction, who, prepares, floor, graph))
         self.save(self)
         return times
+
+    def fastest(
+        self,
+        case: Case,
+        direction: str,
+        who: str,
+        prepares: Mapping[str, Callable[[], list[Call]]],
+        floor: float | None = None,
+        graph: bool = True,
+    ) -> float | None:
+        """Time several ways to do one thing, and keep the cell of the fastest, whose note begins with its name."""
+        before = len(self.cells)
+        for name, prepare in prepares.items():
+            self.measure(case, direction, who, prepare, floor, graph)
+            self.cells[-1]["note"] = ", ".join(filter(None, (name, self.cells[-1]["note"])))
+        self.cells[before:] = [min(self.cells[before:], key=lambda cell: cell["ms"] or math.inf)]
+        ms: float | None = self.cells[-1]["ms"]
+        return ms
 
     def measure(
         self,
