@@ -49,11 +49,9 @@ class GLU(Initialized):
         self.down_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if joins(x, self.gate_proj, self.up_proj):
-            hidden = swiglu(joint_linear(x, self.gate_proj, self.up_proj))
-        else:
-            hidden = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(hidden)
+        if joins(x, self.gate_proj, self.up_proj, self.down_proj):
+            return swiglu(joint_linear(x, self.gate_proj, self.up_proj), self.down_proj.weight)
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 def mix(mixer: nn.Module, x: Tensor, mask: Tensor | None, causal: bool, layout: Layout) -> Tensor:

@@ -52,3 +52,11 @@ def accumulator(x: Tensor) -> torch.dtype:
 def finest(device: torch.device) -> torch.dtype:
     """Return float64, for values that need more digits than float32 has; float32 on MPS."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which matrix products of x are computed: that of autocast where it is on, else x's own."""
+    kind = x.device.type
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)

@@ -51,7 +51,7 @@ def calls(name, b, n):
         "rotate": ((q, draw(n, 1, DIM), draw(n, 1, DIM)), {}),
         "scan": ((draw(1, n, DIM), x, draw(b, DIM)), {}),
         "summarize": ((k, v), {"position": place}),
-        "swiglu": ((x,), {}),
+        "swiglu": ((x, draw(3, DIM // 2)), {}),
     }
     assert name in known, f"{name}: expected its arguments here, for {b} samples of {n} tokens"
     return known[name]

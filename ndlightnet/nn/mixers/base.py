@@ -16,7 +16,7 @@ from ndlightnet.layout import Grid, Layout
 from ndlightnet.layout.abstract import check_integers
 from ndlightnet.nn.initial import Device, Initialized, Space
 from ndlightnet.nn.mixers.names import catalogue_name, named_mixer, unwrapped
-from ndlightnet.ops.dtypes import check_floats, check_not_wider
+from ndlightnet.ops.dtypes import check_floats, check_not_wider, product_dtype
 from ndlightnet.parallel import layout_of_tokens
 
 
@@ -254,10 +254,7 @@ def check_axes(grid: Grid, source: Grid, remedy: str = "") -> None:
 
 def projected_like(x: Tensor, *shape: int) -> Tensor:
     """Return an empty tensor like a projection of x: its dtype under autocast, its gradients."""
-    kind = x.device.type
-    on = kind != "meta" and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if on else x.dtype
-    return torch.empty(0, *shape, dtype=dtype, device=x.device).requires_grad_(torch.is_grad_enabled())
+    return torch.empty(0, *shape, dtype=product_dtype(x), device=x.device).requires_grad_(torch.is_grad_enabled())
 
 
 def zero_padding(mask: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
