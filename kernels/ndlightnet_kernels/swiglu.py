@@ -68,9 +68,9 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def swiglu_backward(dout: Tensor, x: Tensor, again: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of x and, if wanted `again`, the product."""
+    """Return the gradient of x and, if wanted `again`, the product, in the memory of dout."""
     dout, x, dim = dout.contiguous(), x.contiguous(), x.shape[-1] // 2
-    dx, out, rows = torch.empty_like(x), torch.empty_like(dout) if again else None, dout.numel() // max(1, dim)
+    dx, out, rows = torch.empty_like(x), dout if again else None, dout.numel() // max(1, dim)
     remembered(
         ("swiglu_backward", x.device, x.dtype, dout.dtype, again, dim, rows),
         lambda: _launch(_swiglu_backward, dim, rows),

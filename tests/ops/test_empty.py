@@ -29,6 +29,7 @@ def calls(name, b, n):
     weight, bias = draw(DIM), draw(DIM)
     taps = draw(3, DIM)
     known = {
+        "add_norm": ((x, draw(b, n, DIM), weight, bias), {}),
         "attention_step": ((*one, plain), {}),
         "axis_causal_attention": ((q, k, v, n // 2), {"position": frames, "state": state, "forget": 0.1}),
         "axis_scan": ((x, coef, decay, (draw(1, DIM, 3), draw(1, 3))), {"residual": True}),
