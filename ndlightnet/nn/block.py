@@ -106,9 +106,10 @@ class Block(Initialized):
     def advance(self, x: Tensor, state: Any, position: Tensor, layout: Grid | None = None) -> tuple[Tensor, Any]:
         """Map the next frames (batch, frames, *space, dim) in the causal form. Return the result
         and the next state. state: after the `position` (batch,) frames so far."""
-        y, state = streaming(self.mixer).advance(self.norm1(x), state, position, layout)
-        x = x + self.drop_path(y)
-        return x + self.drop_path(self.mlp(self.norm2(x))), state
+        _, normed = residual_norm(x, None, self.norm1)
+        y, state = streaming(self.mixer).advance(normed, state, position, layout)
+        x, y = self.mlp.after(x, self.drop_path(y), self.norm2)
+        return x + self.drop_path(y), state
 
 
 def undecayed_names(net: nn.Module) -> set[str]:

@@ -49,9 +49,9 @@ def norm_linear(x: Tensor, y: Tensor | None, norm: nn.Module, *layers: nn.Linear
 
 
 def fuses(x: Tensor, norm: nn.Module) -> bool:
-    """Return whether the residual add and a norm are one operator: on a GPU, of a LayerNorm of the last axis that has
-    a weight and a bias, and nothing else."""
-    return x.is_cuda and _plain(norm, nn.LayerNorm) and norm.bias is not None and norm.weight.ndim == 1
+    """Return whether the residual add and a norm are one operator: on a GPU, of a LayerNorm that has a weight, a bias
+    and no hooks."""
+    return x.is_cuda and isinstance(norm, nn.LayerNorm) and _plain(norm, nn.LayerNorm) and norm.bias is not None
 
 
 def _parameters(norm: Any) -> tuple[Tensor, Tensor, float]:
