@@ -49,9 +49,11 @@ def norm_linear(x: Tensor, y: Tensor | None, norm: nn.Module, *layers: nn.Linear
 
 
 def fuses(x: Tensor, norm: nn.Module) -> bool:
-    """Return whether the residual add and a norm are one operator: on a GPU, of a LayerNorm that has a weight, a bias
-    and no hooks."""
-    return x.is_cuda and isinstance(norm, nn.LayerNorm) and _plain(norm, nn.LayerNorm) and norm.bias is not None
+    """Return whether the residual add and a norm are one operator: on a GPU, of a LayerNorm of the last axis that has
+    a weight, a bias and no hooks."""
+    if not (x.is_cuda and isinstance(norm, nn.LayerNorm) and _plain(norm, nn.LayerNorm)):
+        return False
+    return norm.bias is not None and norm.weight.ndim == 1
 
 
 def _parameters(norm: Any) -> tuple[Tensor, Tensor, float]:
