@@ -89,9 +89,9 @@ def kept(block, x):
 
     with torch.autocast(DEVICE.type, BRAIN), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         block(x)
-    batch, length = len(x), x[0].numel() // DIM
-    each = [t.untyped_storage().nbytes() for t in storages.values() if t.shape[:2] == (batch, length)]
-    return sum(each) // (batch * length)
+    tokens = x.numel() // DIM
+    each = [t.untyped_storage().nbytes() for t in storages.values() if tokens in (t.shape[0], t.shape[:2].numel())]
+    return sum(each) // tokens
 
 
 def test_what_a_block_keeps(as_on_a_gpu):
