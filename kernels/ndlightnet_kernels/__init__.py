@@ -7,6 +7,7 @@ register no operators. ndlightnet.ops calls them through operators.
   segments    merges of States; frames: prefix and sliding merges over frames
   axis_scan   MD-TPE; axis_taps: the Toeplitz taps that it multiplies by
   gate        output norm and gate   swiglu   SiLU(gate) * up
+  residual_norm  residual add and LayerNorm
   instance_norm  instance norm, a residual and SiLU
   phases      MD-LRPE angles         tiles    functions that the attention kernels share
   plans       tiles and programs     launch   plans and compiled programs, cached

@@ -73,6 +73,7 @@ def _norm_gate_backward(
     dy,
     du,
     dlocal,
+    out,
     partial,
     rows,
     DIM: tl.constexpr,
@@ -89,11 +90,15 @@ def _norm_gate_backward(
         row, col, at, mask = _tile_at(i * ROWS, rows, DIM, ROWS, BLOCK)
         mu, r = _read(mean, row, row < rows)[:, None], _read(rstd, row, row < rows)[:, None]
         d, x, gate = _read(dout, at, mask), _read(y, at, mask), tl.sigmoid(_read(u, at, mask))
-        if local is not None:
-            slope = silu(_read(local, at, mask))[1]
-            tl.store(dlocal + at, (d * slope).to(dlocal.dtype.element_ty), mask)
         x = (x - mu) * r
-        dlogit = d * (x * w[None, :] + b[None, :]) * gate * (1 - gate)
+        z = (x * w[None, :] + b[None, :]) * gate
+        dlogit = d * z * (1 - gate)
+        if local is not None:
+            near, slope = silu(_read(local, at, mask))
+            z += near
+            tl.store(dlocal + at, (d * slope).to(dlocal.dtype.element_ty), mask)
+        if out is not None:
+            tl.store(out + at, z.to(out.dtype.element_ty), mask)
         tl.store(du + at, dlogit.to(du.dtype.element_ty), mask)
         d *= gate
         dw += d * x
@@ -158,19 +163,30 @@ def _backward_plan(y: Tensor) -> tuple[Launch, Launch, int]:
 
 
 def norm_gate_backward(
-    dout: Tensor, y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None, mean: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return gradients of y, u, weight, bias, local. Same bits at every call: partial sums, no atomics."""
+    dout: Tensor,
+    y: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    local: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    again: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return gradients of y, u, weight, bias, local; and the output, if wanted `again`, in the memory of dout. Same
+    bits at every call: partial sums, no atomics."""
     dout, y, u = dout.contiguous(), y.contiguous(), u.contiguous()
     weight, bias = weight.contiguous(), bias.contiguous()
     local = None if local is None else local.contiguous()
     more = None if local is None else local.dtype
     dtypes = (dout.dtype, y.dtype, u.dtype, weight.dtype, bias.dtype, more)
-    launch, add, programs = remembered(("norm_gate_backward", y.device, dtypes, y.shape), lambda: _backward_plan(y))
+    key = ("norm_gate_backward", y.device, dtypes, y.shape, again)
+    launch, add, programs = remembered(key, lambda: _backward_plan(y))
     dy, du = torch.empty_like(y), torch.empty_like(u)
     partial = y.new_empty((2, programs, y.shape[-1]), dtype=torch.float32)
     dlocal = None if local is None else torch.empty_like(local)
-    launch(dout, y, u, weight, bias, local, mean, rstd, dy, du, dlocal, partial)
+    out = dout if again else None
+    launch(dout, y, u, weight, bias, local, mean, rstd, dy, du, dlocal, out, partial)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
     add(partial, dweight, dbias)
-    return dy, du, dweight, dbias, dlocal
+    return dy, du, dweight, dbias, dlocal, out

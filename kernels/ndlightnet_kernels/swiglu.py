@@ -1,8 +1,8 @@
 """SwiGLU: SiLU(gate) * up of one tensor that holds both, in one pass over it.
 
 x (..., 2 * dim) is [gate, up], of any float dtype; arithmetic in float32, one rounding at the end.
-The width is compiled in, the number of rows is not. Bound by memory: 3 dim values a row forward, 5
-backward.
+The width is compiled in, the number of rows is not. Bound by memory: 3 dim values a row forward, 6 backward, which also
+computes the product again, so that none is kept between the two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _swiglu(x, out, rows, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _swiglu_backward(dout, x, dx, rows, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward(dout, x, dx, out, rows, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     of, at, mask = _tile(rows, DIM, ROWS, BLOCK)
     d = tl.load(dout + of, mask, 0.0).to(tl.float32)
     gate = tl.load(x + at, mask, 0.0).to(tl.float32)
@@ -46,6 +46,8 @@ def _swiglu_backward(dout, x, dx, rows, DIM: tl.constexpr, ROWS: tl.constexpr, B
     slope = s * (1 + gate * (1 - s))
     tl.store(dx + at, (d * up * slope).to(dx.dtype.element_ty), mask)
     tl.store(dx + at + DIM, (d * gate * s).to(dx.dtype.element_ty), mask)
+    if out is not None:
+        tl.store(out + of, (gate * s * up).to(out.dtype.element_ty), mask)
 
 
 def _launch(kernel: object, dim: int, rows: int) -> Launch:
@@ -65,11 +67,12 @@ def swiglu(x: Tensor) -> Tensor:
     return out
 
 
-def swiglu_backward(dout: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of x."""
+def swiglu_backward(dout: Tensor, x: Tensor, again: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of x and, if wanted `again`, the product, in the memory of dout."""
     dout, x, dim = dout.contiguous(), x.contiguous(), x.shape[-1] // 2
-    dx, rows = torch.empty_like(x), dout.numel() // max(1, dim)
+    dx, out, rows = torch.empty_like(x), dout if again else None, dout.numel() // max(1, dim)
     remembered(
-        ("swiglu_backward", x.device, x.dtype, dout.dtype, dim, rows), lambda: _launch(_swiglu_backward, dim, rows)
-    )(dout, x, dx)
-    return dx
+        ("swiglu_backward", x.device, x.dtype, dout.dtype, again, dim, rows),
+        lambda: _launch(_swiglu_backward, dim, rows),
+    )(dout, x, dx, out)
+    return dx, out

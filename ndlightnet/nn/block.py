@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.initial import Device, Initialized, Space, owners
 from ndlightnet.nn.mixers.base import Mixer, streaming
-from ndlightnet.nn.projections import joins, joint_linear
+from ndlightnet.nn.projections import fuses, hooked, joins, joint_linear, norm_linear, residual_norm
 from ndlightnet.ops import swiglu
 from ndlightnet.parallel import layout_of_tokens
 
@@ -49,15 +49,27 @@ class GLU(Initialized):
         self.down_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if joins(x, self.gate_proj, self.up_proj):
-            hidden = swiglu(joint_linear(x, self.gate_proj, self.up_proj))
-        else:
-            hidden = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(hidden)
+        if joins(x, self.gate_proj, self.up_proj, self.down_proj):
+            return swiglu(joint_linear(x, self.gate_proj, self.up_proj), self.down_proj.weight)
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def after(self, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return the residual stream x + y, and the map of its norm."""
+        if joins(x, self.gate_proj, self.up_proj, self.down_proj) and not hooked(self):
+            x, hidden = norm_linear(x, y, norm, self.gate_proj, self.up_proj)
+            return x, swiglu(hidden, self.down_proj.weight)
+        x, normed = residual_norm(x, y, norm)
+        return x, self(normed)
 
 
-def mix(mixer: nn.Module, x: Tensor, mask: Tensor | None, causal: bool, layout: Layout) -> Tensor:
-    """Apply a mixer, or another module that is called like one, to tokens (batch, length, dim)."""
+def mix(
+    mixer: nn.Module, x: Tensor, mask: Tensor | None, causal: bool, layout: Layout, norm: nn.Module | None = None
+) -> Tensor:
+    """Apply a mixer, or another module that is called like one, to tokens (batch, length, dim), or to their norm."""
+    if norm is not None:
+        if getattr(mixer, "norms", False) and fuses(x, norm) and not hooked(mixer):
+            return mixer(x, mask=mask, causal=causal, layout=layout, norm=norm)
+        x = residual_norm(x, None, norm)[1]
     if isinstance(mixer, Mixer) or layout.packed:  # a pack has no form without its layout
         return mixer(x, mask=mask, causal=causal, layout=layout)
     # a module that is not a Mixer may not accept a layout
@@ -83,9 +95,9 @@ class Block(Initialized):
         tokens may also be (batch, length, dim), mask (batch, length); a pack is (length, dim)."""
         grid = layout or layout_of_tokens(x)
         y, mask = grid.tokens(x), grid.flatten_mask(mask)
-        y = y + self.drop_path(mix(self.mixer, self.norm1(y), mask, causal, grid), grid)
-        y = y + self.drop_path(self.mlp(self.norm2(y)), grid)
-        return y.reshape(x.shape)
+        branch = self.drop_path(mix(self.mixer, y, mask, causal, grid, self.norm1), grid)
+        y, branch = self.mlp.after(y, branch, self.norm2)
+        return (y + self.drop_path(branch, grid)).reshape(x.shape)
 
     def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Any:
         """Return the mixer's state before the first frame, of shape `space`, for `advance`."""
@@ -94,9 +106,10 @@ class Block(Initialized):
     def advance(self, x: Tensor, state: Any, position: Tensor, layout: Grid | None = None) -> tuple[Tensor, Any]:
         """Map the next frames (batch, frames, *space, dim) in the causal form. Return the result
         and the next state. state: after the `position` (batch,) frames so far."""
-        y, state = streaming(self.mixer).advance(self.norm1(x), state, position, layout)
-        x = x + self.drop_path(y)
-        return x + self.drop_path(self.mlp(self.norm2(x))), state
+        _, normed = residual_norm(x, None, self.norm1)
+        y, state = streaming(self.mixer).advance(normed, state, position, layout)
+        x, y = self.mlp.after(x, self.drop_path(y), self.norm2)
+        return x + self.drop_path(y), state
 
 
 def undecayed_names(net: nn.Module) -> set[str]:

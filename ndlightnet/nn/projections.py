@@ -1,26 +1,63 @@
-"""Several linear maps of the same tokens as one matrix product."""
+"""Several linear maps of the same tokens as one matrix product, of a norm of the residual stream too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.ops import add_norm
 
-def project(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
-    """Map x (..., dim) by each layer to (..., out_features)."""
+
+def project(x: Tensor, *layers: nn.Linear, norm: nn.Module | None = None) -> Sequence[Tensor]:
+    """Map x (..., dim), or its norm, by each layer to (..., out_features)."""
     if joins(x, *layers):
         widths = [layer.out_features for layer in layers]
-        return joint_linear(x, *layers).split(widths, -1)
+        y = joint_linear(x, *layers) if norm is None else norm_linear(x, None, norm, *layers)[1]
+        return y.split(widths, -1)
+    if norm is not None:
+        x = residual_norm(x, None, norm)[1]
     return [layer(x) for layer in layers]
 
 
 def joint_linear(x: Tensor, *layers: nn.Linear) -> Tensor:
     """Return the layers' maps of x, concatenated: (..., sum of their out_features)."""
-    weight = torch.cat([layer.weight for layer in layers])
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    return nn.functional.linear(x, weight, torch.cat(biases) if biases else None)
+    return nn.functional.linear(x, joint_weight(*layers), torch.cat(biases) if biases else None)
+
+
+def joint_weight(*layers: nn.Linear) -> Tensor:
+    return torch.cat([layer.weight for layer in layers])
+
+
+def residual_norm(x: Tensor, y: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the residual stream x + y, or x without y, and its norm: on a GPU of 16 bits under autocast."""
+    if fuses(x, norm):
+        return add_norm(x, y, *_parameters(norm))
+    x = x if y is None else x + y
+    return x, norm(x)
+
+
+def norm_linear(x: Tensor, y: Tensor | None, norm: nn.Module, *layers: nn.Linear) -> tuple[Tensor, Tensor]:
+    """Return the residual stream and the joint map of its norm."""
+    if fuses(x, norm) and layers[0].bias is None:
+        return add_norm(x, y, *_parameters(norm), proj=joint_weight(*layers))
+    x, normed = residual_norm(x, y, norm)
+    return x, joint_linear(normed, *layers)
+
+
+def fuses(x: Tensor, norm: nn.Module) -> bool:
+    """Return whether the residual add and a norm are one operator: on a GPU, of a LayerNorm of the last axis that has
+    a weight, a bias and no hooks."""
+    if not (x.is_cuda and isinstance(norm, nn.LayerNorm) and _plain(norm, nn.LayerNorm)):
+        return False
+    return norm.bias is not None and norm.weight.ndim == 1
+
+
+def _parameters(norm: Any) -> tuple[Tensor, Tensor, float]:
+    return norm.weight, norm.bias, norm.eps
 
 
 def joins(x: Tensor, *layers: nn.Module) -> bool:
@@ -29,11 +66,15 @@ def joins(x: Tensor, *layers: nn.Module) -> bool:
     saves. False for layers that are more than a weight and a bias (adapters, quantised or sharded weights, hooks)."""
     if not (x.is_cuda and torch.is_grad_enabled()):
         return False
-    return all(map(_plain, layers)) and len({layer.bias is None for layer in layers}) == 1
+    return all(_plain(layer, nn.Linear) for layer in layers) and len({layer.bias is None for layer in layers}) == 1
 
 
-def _plain(layer: nn.Module) -> bool:
-    if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor):
+def _plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    if type(layer) is not kind or type(layer.weight) not in (nn.Parameter, Tensor):
         return False
-    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks
-    return not any(hooks) and not layer._backward_pre_hooks
+    return not hooked(layer)
+
+
+def hooked(layer: nn.Module) -> bool:
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return any(hooks)

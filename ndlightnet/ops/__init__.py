@@ -1,6 +1,7 @@
 """Functions on tensors, without parameters: the forms of attention, MD-TPE, MD-LRPE, and the memory
 recurrences of other mixers."""
 
+from ndlightnet.ops.add_norm import add_norm
 from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step
 from ndlightnet.ops.dispatch import Support, supported
 from ndlightnet.ops.instance_norm import instance_norm_silu
@@ -21,6 +22,7 @@ __all__ = [
     "Position",
     "State",
     "Support",
+    "add_norm",
     "attention_step",
     "axis_causal_attention",
     "axis_scan",

@@ -1,45 +1,59 @@
-"""The product in the middle of a SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+"""The second half of a SwiGLU (Shazeer 2020, arXiv 2002.05202): the gated product and the output map."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from ndlightnet.ops._operator import Gradient, Operator, kernel
 from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dtypes import product_dtype
 
 
-def swiglu(x: Tensor, impl: Impl = "auto") -> Tensor:
-    """Return SiLU(gate) * up, (..., dim) in x's dtype, where x (..., 2 * dim) is [gate, up]."""
-    if x.shape[-1] % 2:
-        raise ValueError(f"x {tuple(x.shape)}: expected (..., 2 * dim)")
+def swiglu(x: Tensor, weight: Tensor, impl: Impl = "auto") -> Tensor:
+    """Return the map of SiLU(gate) * up by `weight` (out, dim), (..., out), where x (..., 2 * dim) is [gate, up].
+
+    With Triton the backward computes the product SiLU(gate) * up again: it is not kept.
+    """
+    if x.shape[-1] != 2 * weight.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)}: expected (..., 2 * dim), with a weight {tuple(weight.shape)} (out, dim)")
     if resolve("swiglu", impl, x) == "triton":
-        out: Tensor = _swiglu(x)
+        dtype = product_dtype(x)
+        out: Tensor = _swiglu(x.to(dtype), weight.to(dtype))
         return out
-    return _by_torch(x)
+    return _by_torch(x, weight)
 
 
-def _by_torch(x: Tensor) -> Tensor:
+def _by_torch(x: Tensor, weight: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
-    return silu(gate) * up
+    return linear(silu(gate) * up, weight)
 
 
-def _backward_by_torch(needed: Any, dout: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(_by_torch(x), x, dout, create_graph=True)
+def _backward(dout: Tensor, x: Tensor, weight: Tensor, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
+    dx, product = _kernel_backward(dout @ weight, x, needs_weight)
+    return dx, None if product is None else dout.flatten(0, -2).T @ product.flatten(0, -2)
 
 
-_gradient = kernel("swiglu", "swiglu_backward")
+def _backward_by_torch(needed: Any, dout: Tensor, x: Tensor, weight: Tensor, **_: Any) -> list[Tensor | None]:
+    inputs = [y for y, need in zip((x, weight), needed, strict=True) if need]
+    grads = iter(torch.autograd.grad(_by_torch(x, weight), inputs, dout, create_graph=True))
+    return [next(grads) if need else None for need in needed]
+
+
+_kernel, _kernel_backward = kernel("swiglu", "swiglu"), kernel("swiglu", "swiglu_backward")
 _swiglu = Operator(
-    "swiglu(Tensor x) -> Tensor out",
-    kernel("swiglu", "swiglu"),
-    lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+    "swiglu(Tensor x, Tensor weight) -> Tensor out",
+    lambda x, weight: linear(_kernel(x), weight),
+    lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]),
     Gradient(
-        "swiglu_backward(Tensor dout, Tensor x) -> Tensor dx",
-        lambda *inputs: (_gradient(*inputs),),
+        "swiglu_backward(Tensor dout, Tensor x, Tensor weight, bool needs_weight) -> (Tensor dx, Tensor dweight)",
+        _backward,
         again=_backward_by_torch,
     ),
+    flops=lambda x, weight, **_: math.prod(x) * weight[0],
     implementations=("torch", "triton"),
 )

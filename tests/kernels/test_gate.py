@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm, silu
 
+from ndlightnet.ops import norm_gate
 from ndlightnet_kernels import gate
 
 from .kernel_cases import DEVICE, DTYPES
@@ -26,7 +27,8 @@ def gated_norm(y, u, weight, bias, local=None):
 def ours_norm(pull, y, u, weight, bias, local=None):
     out, *saved = gate.norm_gate(y, u, weight, bias, local, EPS)
     assert saved[0].untyped_storage()._cdata != saved[1].untyped_storage()._cdata
-    *grads, dlocal = gate.norm_gate_backward(pull, y, u, weight, bias, local, *saved)
+    *grads, dlocal, none = gate.norm_gate_backward(pull, y, u, weight, bias, local, *saved, again=False)
+    assert none is None
     assert (dlocal is None) == (local is None)
     return out, *grads, *([] if local is None else [dlocal])
 
@@ -101,6 +103,23 @@ def test_strided_inputs():
     compare(ours_norm, gated_norm, pull, y, u, *affine(24))
     weight, bias = torch.randn(24, 2, device=DEVICE).unbind(1)
     compare(ours_norm, gated_norm, pull, y, u, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_maps_before_and_behind(dtype):
+    """Of a gate of rank 3, and of the output: computed again in the backward."""
+    y, u, local, pull = random((7, 24), dtype, 1, 2, 3, 1)
+    up, proj = random((24, 24), dtype, 0.5, 0.2)
+    inputs = y, u[:, :3], *affine(24, dtype), local, up[:, :3], proj[:5]
+
+    def results(impl, kind):
+        leaves = [x.to(kind).requires_grad_() for x in inputs]
+        out = norm_gate(*leaves[:4], EPS, impl, *leaves[4:])
+        return out.detach(), *torch.autograd.grad(out, leaves, pull[:, :5].to(kind))
+
+    names = ("out", "dy", "dgate", "dweight", "dbias", "dlocal", "dup", "dproj")
+    exact, low = results("torch", torch.float64), results("torch", dtype)
+    compare_with_torch(names, results("triton", dtype), low, exact, largest(local))
 
 
 def test_no_rows():

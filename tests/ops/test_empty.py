@@ -29,6 +29,7 @@ def calls(name, b, n):
     weight, bias = draw(DIM), draw(DIM)
     taps = draw(3, DIM)
     known = {
+        "add_norm": ((x, draw(b, n, DIM), weight, bias), {}),
         "attention_step": ((*one, plain), {}),
         "axis_causal_attention": ((q, k, v, n // 2), {"position": frames, "state": state, "forget": 0.1}),
         "axis_scan": ((x, coef, decay, (draw(1, DIM, 3), draw(1, 3))), {"residual": True}),
@@ -51,7 +52,7 @@ def calls(name, b, n):
         "rotate": ((q, draw(n, 1, DIM), draw(n, 1, DIM)), {}),
         "scan": ((draw(1, n, DIM), x, draw(b, DIM)), {}),
         "summarize": ((k, v), {"position": place}),
-        "swiglu": ((x,), {}),
+        "swiglu": ((x, draw(3, DIM // 2)), {}),
     }
     assert name in known, f"{name}: expected its arguments here, for {b} samples of {n} tokens"
     return known[name]

@@ -28,6 +28,7 @@ class Mixer(Initialized, ABC):
     """
 
     ragged = False  # whether `mix` takes a pack at once; else once for the samples of each shape
+    norms = False  # whether `mix` takes the `norm` that its input goes through first
     mergeable = False  # whether `mix` takes rows that have some of a sample's tokens: boxes, slabs
 
     def forward(
@@ -38,6 +39,7 @@ class Mixer(Initialized, ABC):
         causal: bool = False,
         layout: Layout | None = None,
         context: Tensor | None = None,
+        norm: nn.Module | None = None,
     ) -> Tensor:
         """Map tokens (batch, *grid, dim) to the same shape.
 
@@ -45,7 +47,8 @@ class Mixer(Initialized, ABC):
         causal: along the first axis: a token sees its frame (a step of that axis) and earlier
         frames; not with a context. layout: with a Ragged x is (length, dim) and mask (length,);
         with a Grid x may be (batch, length, dim). context: the source to read instead of x (batch,
-        *source grid, context dim), if a mixer has a cross form; samples of one shape only.
+        *source grid, context dim), if a mixer has a cross form; samples of one shape only. norm: of a mixer
+        with `norms`, and without a context: what x goes through first.
         """
         check_floats(x=x)
         check_not_wider(self, x=x)
@@ -64,7 +67,7 @@ class Mixer(Initialized, ABC):
         else:
 
             def mix(layout: Layout, x: Tensor, mask: Tensor | None) -> Tensor:
-                return self.mix(x, layout, mask, causal)
+                return self.mix(x, layout, mask, causal, **({} if norm is None else {"norm": norm}))
 
             if grid.shared and not self.mergeable:
                 raise ValueError(

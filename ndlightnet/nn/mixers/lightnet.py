@@ -14,7 +14,7 @@ from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers.base import check_axes, default_heads, projected_like
 from ndlightnet.nn.mixers.with_local import LocalMixer, LocalState, Where
 from ndlightnet.nn.position import MDLRPE
-from ndlightnet.nn.projections import project
+from ndlightnet.nn.projections import joins, project, residual_norm
 from ndlightnet.ops import (
     attention_step,
     axis_causal_attention,
@@ -65,7 +65,7 @@ class LightNetAttention(Constants, LocalMixer):
     mixing, 2 radius dims + 1 taps or (2 radius + 1)^dims if dense.
     """
 
-    ragged, mergeable = True, True
+    ragged, mergeable, norms = True, True, True
 
     def __init__(
         self,
@@ -131,15 +131,25 @@ class LightNetAttention(Constants, LocalMixer):
     def constants(self) -> dict[str, Tensor]:
         return {} if self.rates is None else {"forget": torch.tensor(self.rates)}
 
-    def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool, prefix: int = 0) -> Tensor:
+    def mix(
+        self,
+        x: Tensor,
+        layout: Layout,
+        mask: Tensor | None,
+        causal: bool,
+        prefix: int = 0,
+        norm: nn.Module | None = None,
+    ) -> Tensor:
         """Map tokens (batch, prefix + length, dim) to the same shape; mask: as many. The `prefix`
         tokens in front of the grid, such as a class token, take part in the attention, at position
-        0, and not in local mixing. Prefix tokens need the global form and a Grid."""
+        0, and not in local mixing. Prefix tokens need the global form and a Grid. norm: x goes through it first."""
         # a pack has nothing in front of its samples, and boxes and slabs would each have a prefix of their own
         if prefix and (causal or layout.packed or layout.shared):
             raise ValueError(f"prefix={prefix}: expected causal=False and a Grid of whole samples, or no prefix")
+        if norm is not None and self.local_input is not None:
+            x, norm = residual_norm(x, None, norm)[1], None
         x = self.add_local(x, layout, mask, causal, prefix)
-        q, k, v, gate = self._project(x, x)
+        q, k, v, gate = self._project(x, x, norm)
         near = self.begin_local_values(v.flatten(2), layout, mask, causal, prefix)
         if causal:
             y, _ = self._causal((q, k, v), layout, mask)
@@ -159,17 +169,19 @@ class LightNetAttention(Constants, LocalMixer):
         state = summarize(k, v, mask=mask, position=of, impl=self.impl)
         return self._output(read(q, state, position=at, impl=self.impl), gate)
 
-    def _project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v (batch, length, heads, head_dim), and the gate before its sigmoid."""
+    def _project(
+        self, x: Tensor, source: Tensor, norm: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k, v (batch, length, heads, head_dim), and the gate (batch, length, head_dim) before its map to all
+        channels and its sigmoid."""
         down: Any
-        up: Any
-        (down, up), keys = self.gate, (self.k_proj, self.v_proj)
+        (down, _), keys = self.gate, (self.k_proj, self.v_proj)
         if source is x:
-            q, k, v, gate = project(x, self.q_proj, *keys, down)
+            q, k, v, gate = project(x, self.q_proj, *keys, down, norm=norm)
         else:
             (q, gate), (k, v) = project(x, self.q_proj, down), project(source, *keys)
         q, k, v = (y.unflatten(-1, (self.heads, self.head_dim)) for y in (q, k, v))
-        return q, k, v, up(gate)
+        return q, k, v, gate
 
     def _causal(
         self, qkv: tuple[Tensor, Tensor, Tensor], layout: Layout, mask: Tensor | None, state: State | None = None
@@ -207,9 +219,11 @@ class LightNetAttention(Constants, LocalMixer):
         return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
     def _output(self, y: Tensor, gate: Tensor, near: Tensor | None = None) -> Tensor:
-        norm = self.norm
-        y = norm_gate(y.flatten(2), gate, norm.weight, norm.bias, norm.eps, self.impl, near)
-        return self.o_proj(y)
+        norm, proj, (_, up) = self.norm, self.o_proj, self.gate
+        inputs = (norm.weight, norm.bias, norm.eps, self.impl, near)
+        if joins(y, up, proj) and proj.bias is None:
+            return norm_gate(y.flatten(2), gate, *inputs, up.weight, proj.weight)  # type: ignore[arg-type]
+        return proj(norm_gate(y.flatten(2), up(gate), *inputs))
 
     def init_state(self, batch: int, device: Device = None, space: Space = ()) -> State | LocalState:
         dim, dtype = self.head_dim, accumulator(self.q_proj.weight)

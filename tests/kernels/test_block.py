@@ -1,0 +1,119 @@
+"""A block as on a GPU in training, its kernels interpreted: the same results, and what it keeps for the backward."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch.autograd import grad
+
+from ndlightnet.layout import Ragged
+from ndlightnet.nn import block as blocks
+from ndlightnet.nn import projections
+from ndlightnet.nn.block import Block
+from ndlightnet.nn.mixers import GLA, LightNetAttention
+
+from .kernel_cases import BRAIN, DEVICE
+
+DIM, HEADS, HIDDEN = 24, 2, 64
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Products are joined, and operators run on kernels."""
+    lightnet = import_module("ndlightnet.nn.mixers.lightnet")
+    for module in (projections, blocks, lightnet):
+        monkeypatch.setattr(module, "joins", lambda x, *layers: torch.is_grad_enabled(), raising=False)
+        monkeypatch.setattr(module, "fuses", lambda x, norm: True, raising=False)
+    for name in ("add_norm", "swiglu", "norm_gate", "local_mixing.api", "lightnet.attention"):
+        module = import_module(f"ndlightnet.ops.{name}")
+        monkeypatch.setattr(module, "resolve", lambda *_, **__: "triton")
+
+
+def make(local="values", mixer=None, **options):
+    torch.manual_seed(0)
+    block = Block(DIM, mixer or (lambda dim: LightNetAttention(dim, HEADS, dims=2, local=local)), **options).to(DEVICE)
+    with torch.no_grad():
+        for norm in (block.norm1, block.norm2):
+            norm.weight.add_(torch.randn(DIM, device=DEVICE) / 4)
+            norm.bias.normal_(0, 0.25)
+    return block
+
+
+def results(block, x, **options):
+    x = x.detach().requires_grad_()
+    y = block(x, **options)
+    return y, *grad(y.square().sum(), [x, *block.parameters()])
+
+
+CASES = {
+    "grid": {},
+    "local input": {"local": "both"},
+    "causal": {"causal": True},
+    "mask": {"mask": True},
+    "pack": {"pack": True},
+    "another mixer": {"mixer": lambda dim: GLA(dim, heads=HEADS)},
+    "a mixer with biases": {"mixer": lambda dim: LightNetAttention(dim, HEADS, dims=2, bias=True)},
+    "a drop path": {"drop_path": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results(request, name):
+    options = dict(CASES[name])
+    x, call = torch.randn(2, 3, 4, DIM, device=DEVICE), {}
+    if options.pop("causal", False):
+        call["causal"] = True
+    if options.pop("mask", False):
+        call["mask"] = torch.rand(2, 3, 4, device=DEVICE) < 0.7
+    if options.pop("pack", False):
+        x, call["layout"] = torch.randn(10, DIM, device=DEVICE), Ragged([(2, 3), (1, 4)])
+    block = make(**options)
+    torch.manual_seed(1)
+    expected = results(block, x, **call)
+    request.getfixturevalue("as_on_a_gpu")
+    torch.manual_seed(1)
+    for a, b in zip(results(block, x, **call), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        torch.testing.assert_close(block(x, **call), expected[0], atol=1e-5, rtol=1e-5)
+
+
+def kept(block, x):
+    """Bytes a token that a block under autocast keeps, without States, parameters and their 16-bit copies."""
+    storages = {}
+
+    def keep(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autocast(DEVICE.type, BRAIN), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        block(x)
+    tokens = x.numel() // DIM
+    each = [t.untyped_storage().nbytes() for t in storages.values() if tokens in (t.shape[0], t.shape[:2].numel())]
+    return sum(each) // tokens
+
+
+def test_what_a_block_keeps(as_on_a_gpu):
+    """Two norms, q, k, v, the read, local mixing: 7 numbers of 2 bytes a channel. The gate's input, and gate and up of
+    the MLP. Of each norm two statistics or one, in 4 bytes."""
+    x = torch.randn(2, 6, 8, DIM, device=DEVICE, requires_grad=True)
+    assert kept(make(), x) == 2 * (7 * DIM + DIM // HEADS + 2 * HIDDEN) + 4 * (1 + 1 + 2)
+
+
+def test_hooks_see_normed_tokens(as_on_a_gpu):
+    """A hook on the mixer or the MLP gets normed tokens, and its parts run one by one."""
+    x, block, seen = torch.randn(1, 2, 3, DIM, device=DEVICE), make(), []
+    for module in (block.mixer, block.mlp):
+        module.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+    block(x)
+    assert len(seen) == 2
+    torch.testing.assert_close(seen[0].view(x.shape), block.norm1(x))
+
+
+def test_compiled_whole(as_on_a_gpu):
+    x, block = torch.randn(1, 2, 3, DIM, device=DEVICE), make()
+    expected = results(block, x)
+    block.compile(fullgraph=True, backend="aot_eager")
+    for a, b in zip(results(block, x), expected, strict=True):
+        torch.testing.assert_close(a, b)
