@@ -90,7 +90,7 @@ class OnACard(Task):
 def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch):
     captured = []
 
-    def capture(net, inputs):
+    def capture(net, inputs, allow_unused_input):
         captured.append((net, net.training, [x.shape for x in inputs]))
         net(*inputs)  # warms up
         assert not torch.is_autocast_cache_enabled()
