@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -117,6 +118,32 @@ def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch
         task.on_fit_start()
     with pytest.raises(DataError, match="batches of SignalTask have many shapes"):
         SignalTask(nn.Identity(), cuda_graph=True).on_fit_start()
+
+
+def test_the_progress_bar_waits_for_the_device_only_in_steps_that_are_logged(monkeypatch):
+    """And in the last one of an epoch or a training; validation logs what it has."""
+    reads, logged = [], []
+
+    class Far(torch.Tensor):
+        device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+
+        def cpu(self):
+            reads.append(int(self))
+            return torch.tensor(float(self))
+
+    monkeypatch.setattr(L.LightningModule, "log", lambda task, name, value, bar: logged.append(float(value)))
+    task = Task(nn.Identity())
+    trainer = SimpleNamespace(training=True, log_every_n_steps=4, max_steps=7, is_last_batch=False, global_step=0)
+    task._trainer = trainer  # type: ignore[assignment]
+    for trainer.global_step in range(7):
+        task.log("loss", torch.tensor(float(trainer.global_step)).as_subclass(Far), prog_bar=True)
+    assert logged == [0, 0, 0, 3, 3, 3, 6] and reads == [0, 3, 6]
+    trainer.global_step, trainer.is_last_batch = 8, True
+    task.log("loss", torch.tensor(8.0).as_subclass(Far), prog_bar=True)
+    task.log("samples/s", 2.5, prog_bar=True)  # a number is no tensor of the device, either
+    trainer.training = False
+    task.log("val", torch.tensor(9.0).as_subclass(Far), prog_bar=True)
+    assert reads == [0, 3, 6, 8] and logged[7:] == [8, 2.5, 9]
 
 
 @pytest.mark.parametrize("kind", [ImageTask, SegmentationTask])
