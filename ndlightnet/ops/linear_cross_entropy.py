@@ -50,10 +50,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), size):
             rows, labels = x[start : start + size], target[start : start + size, None]
             counts = labels != ignore_index
-            labels = labels.where(counts, 0)
+            labels = labels.masked_fill(~counts, 0)
             logits = linear(rows, weight, bias).to(exact)
             norm = logits.logsumexp(1, keepdim=True)
-            total += (norm - logits.gather(1, labels)).where(counts, 0).sum()
+            total += (norm - logits.gather(1, labels)).masked_fill(~counts, 0).sum()
             if not (need_x or need_weight or need_bias):
                 continue
             # gradients of the sum: those of the mean could be too small for float16
