@@ -24,7 +24,7 @@ from ndlightnet.training.core.optim import adamw_with_cosine
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.speed import checkpoint_blocks, note_torch_lines
 from ndlightnet.training.report.figures import figure_names
-from ndlightnet.training.report.results import log_rank_zero
+from ndlightnet.training.report.results import log, log_rank_zero
 
 T = TypeVar("T")
 
@@ -42,8 +42,8 @@ class Task(L.LightningModule):
             all have the same. For an NDLightNet, and networks of timm.
         compile: training runs the network through torch.compile.
         cuda_graph: training on one GPU replays what it calls, forward and backward, from a CUDA graph:
-            small networks take more time in Python than on the GPU. For batches of one shape, without
-            accumulation and options that save memory.
+            small networks take more time in Python than on the GPU. Batches of another shape than most
+            run without it. Not with accumulation and options that save memory.
         init: checkpoint of another training, such as one of `pretrain`, whose weights of the
             network a `fit` begins with, as far as they fit; a line names the others.
         grad_checkpointing: training stores only the inputs of blocks and computes the rest again in
@@ -112,6 +112,7 @@ class Task(L.LightningModule):
         vars(self)["predictor"] = OutOfCore(net) if out_of_core else net
         vars(self)["called"] = net
         self.graphed: list[torch.Size] = []  # shapes of the inputs of the CUDA graph
+        self.ungraphed = False  # whether a batch of other shapes has been noted
         if grad_checkpointing:
             checkpoint_blocks(net)
         self.cost = CostMonitor(self.measures)
@@ -123,8 +124,11 @@ class Task(L.LightningModule):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call `called` as training does: compiled or from a graph, if so configured."""
         if self.graphed and self.training and [x.shape for x in inputs] != self.graphed:
-            got, expected = ([tuple(shape) for shape in shapes] for shapes in ([x.shape for x in inputs], self.graphed))
-            raise DataError(f"model.cuda_graph: true, got a batch of {got}, expected {expected}")
+            if not self.ungraphed:
+                self.ungraphed = True
+                got, graphed = ([tuple(x) for x in shapes] for shapes in ([x.shape for x in inputs], self.graphed))
+                log([f"model.cuda_graph: a batch of {got} runs without the graph, which is of {graphed}"])
+            return type(self.called).forward(self.called, *inputs, **named)  # the instance's is the graph's
         if self.compiles and "compiled" not in vars(self):
             # not registered as a submodule, or the checkpoint would hold all parameters twice
             vars(self)["compiled"] = torch.compile(self.called)
