@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from functools import partial
@@ -37,14 +38,47 @@ class Meter:
         return seconds, torch.cuda.max_memory_allocated(self.device) if self.cuda else 0
 
 
+class StepMeter:
+    """Measures time and memory from its creation to `stop`, on the device's clock; only `read` waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.cuda = device, device.type == "cuda"
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        self.start = self._now()
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def stop(self) -> None:
+        self.end = self._now()
+        self.peak = torch.cuda.max_memory_allocated(self.device) if self.cuda else 0
+
+    @property
+    def done(self) -> bool:
+        """Whether `read` need not wait."""
+        return not self.cuda or self.end.query()
+
+    def read(self) -> Cost:
+        """Return what Meter.read does."""
+        if not self.cuda:
+            return self.end - self.start, 0
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / 1e3, self.peak
+
+
 class CostMonitor(L.Callback):
     """Measures a training; its checkpoints hold the result in their entry "cost". The progress bar
     shows the samples a second of this epoch, waiting for data included, of all processes.
 
     Args:
         each: "step": time forward, backward and update of every step, with its batch already on
-            the device. "epoch": time the mean step of every epoch, waiting for data included:
-            waiting for the device in every step slows small networks down. None: neither.
+            the device, without waiting for it in between. "epoch": time the mean step of every epoch,
+            waiting for data included. None: neither.
 
     seconds: of each step, or of the mean step of each epoch. peak: the most bytes of a CUDA device.
     throughput: samples a second of each epoch.
@@ -53,6 +87,7 @@ class CostMonitor(L.Callback):
     def __init__(self, each: Literal["step", "epoch"] | None = "step") -> None:
         self.each, self.seconds, self.peak = each, list[float](), 0
         self.throughput = list[float]()
+        self.running: deque[StepMeter] = deque()  # of steps that the device may not have done yet
         self.begun, self.samples = time.perf_counter(), 0  # of this epoch, without validations
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -79,14 +114,18 @@ class CostMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self.each == "step":
-            self.meter = Meter(pl_module.device)
+            self.step = StepMeter(pl_module.device)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.each and (self.each == "step" or trainer.is_last_batch):  # before a validation
+        if self.each == "step":
+            self.step.stop()
+            self.running.append(self.step)
+            self._read(trainer.is_last_batch)
+        elif self.each and trainer.is_last_batch:  # before a validation
             seconds, peak = self.meter.read()
-            self.seconds.append(seconds / (1 if self.each == "step" else batch_idx + 1))
+            self.seconds.append(seconds / (batch_idx + 1))
             self.peak = max(self.peak, peak)
         # of a batch (..., numbers), or of a tensor
         self.samples += len(batch[-1] if isinstance(batch, list | tuple) else batch)
@@ -98,7 +137,18 @@ class CostMonitor(L.Callback):
         if trainer.is_last_batch:
             self.throughput.append(rate)
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._read(True)
+
+    def _read(self, wait: bool) -> None:
+        """Take the measures of the steps that are done; wait: of all."""
+        while self.running and (wait or self.running[0].done):
+            seconds, peak = self.running.popleft().read()
+            self.seconds.append(seconds)
+            self.peak = max(self.peak, peak)
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self._read(True)
         checkpoint["cost"] = [self.seconds, self.peak, self.throughput]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

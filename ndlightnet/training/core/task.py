@@ -24,7 +24,7 @@ from ndlightnet.training.core.optim import adamw_with_cosine
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.speed import checkpoint_blocks
 from ndlightnet.training.report.figures import figure_names
-from ndlightnet.training.report.results import log_rank_zero
+from ndlightnet.training.report.results import log, log_rank_zero
 
 T = TypeVar("T")
 
@@ -41,8 +41,9 @@ class Task(L.LightningModule):
         layer_decay: the rate of each layer / that of the next one, below 1 to fine-tune; default:
             all have the same. For an NDLightNet, and networks of timm.
         compile: training runs the network through torch.compile.
-        cuda_graph: training on one GPU replays the network from a CUDA graph: small networks take
-            more time in Python than on the GPU. For batches of one shape, without accumulation.
+        cuda_graph: training on one GPU replays what it calls, forward and backward, from a CUDA graph:
+            small networks take more time in Python than on the GPU. Batches of another shape than most
+            run without it. Not with accumulation and options that save memory.
         init: checkpoint of another training, such as one of `pretrain`, whose weights of the
             network a `fit` begins with, as far as they fit; a line names the others.
         grad_checkpointing: training stores only the inputs of blocks and computes the rest again in
@@ -71,6 +72,7 @@ class Task(L.LightningModule):
     grid_parallel: ClassVar[bool] = False
     grid: Shard | None
     predictor: Any  # what validation, test and prediction call
+    called: nn.Module  # what training calls: the network, or a loss that calls it
     net_config: dict[str, Any] | None = None  # class and arguments of `net` on a command line
 
     def __init__(
@@ -95,7 +97,9 @@ class Task(L.LightningModule):
         check("model.grid_devices", grid_devices, shared, f"1 for {type(self).__name__} with {type(net).__name__}")
         check("model.lr", lr, lr > 0, "a number above 0")
         check("model.weight_decay", weight_decay, weight_decay >= 0, "0 or more")
-        check("model.cuda_graph", cuda_graph, not (cuda_graph and compile), "false with model.compile=True")
+        others = {"compile": compile, "grad_checkpointing": grad_checkpointing, "offload": offload}
+        for name, on in others.items():  # a capture reads no random state, as recomputing does, and copies to no host
+            check("model.cuda_graph", cuda_graph, not (cuda_graph and on), f"false with model.{name}=True")
         check("model.warmup_epochs", warmup_epochs, (warmup_epochs or 0) >= 0, "0 or more epochs")
         check("model.min_lr", min_lr, 0 <= (min_lr or 0) <= lr, f"0 to model.lr={lr:g}")
         decays = layer_decay is None or 0 < layer_decay <= 1
@@ -106,30 +110,36 @@ class Task(L.LightningModule):
         self.grid_devices, self.offload, self.out_of_core, self.grid = grid_devices, offload, out_of_core, None
         # not registered as a submodule: a checkpoint holds one network
         vars(self)["predictor"] = OutOfCore(net) if out_of_core else net
+        vars(self)["called"] = net
         self.graphed: list[torch.Size] = []  # shapes of the inputs of the CUDA graph
+        self.ungraphed = False  # whether a batch of other shapes has been noted
         if grad_checkpointing:
             checkpoint_blocks(net)
         self.cost = CostMonitor(self.measures)
+        self.bar_values: dict[str, Tensor] = {}  # values in the progress bar
         self.failures: list[str] = []
         self.notes: list[str] = []
         self.summary = ""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Call the network as training does: compiled or from a graph, if so configured."""
+        """Call `called` as training does: compiled or from a graph, if so configured."""
         if self.graphed and self.training and [x.shape for x in inputs] != self.graphed:
-            got, expected = ([tuple(shape) for shape in shapes] for shapes in ([x.shape for x in inputs], self.graphed))
-            raise DataError(f"model.cuda_graph: true, got a batch of {got}, expected {expected}")
+            if not self.ungraphed:
+                self.ungraphed = True
+                got, graphed = ([tuple(x) for x in shapes] for shapes in ([x.shape for x in inputs], self.graphed))
+                log([f"model.cuda_graph: a batch of {got} runs without the graph, which is of {graphed}"])
+            return type(self.called).forward(self.called, *inputs, **named)  # the instance's is the graph's
         if self.compiles and "compiled" not in vars(self):
             # not registered as a submodule, or the checkpoint would hold all parameters twice
-            vars(self)["compiled"] = torch.compile(self.net)
-        net = vars(self)["compiled"] if self.compiles else self.net
+            vars(self)["compiled"] = torch.compile(self.called)
+        called = vars(self)["compiled"] if self.compiles else self.called
         with ExitStack() as stack:
             if self.training and self.offload:
                 stack.enter_context(save_on_cpu(pin_memory=self.device.type == "cuda"))
             if self.training and self.grid is not None:
                 stack.enter_context(activated(self.grid))
                 inputs = tuple(self.slab(x) for x in inputs)
-            return net(*inputs, **named)
+            return called(*inputs, **named)
 
     def slab(self, x: Any) -> Tensor:
         """Return this process's slab of a tensor (batch, channels, *space) of whole samples."""
@@ -205,12 +215,12 @@ class Task(L.LightningModule):
         return adamw_with_cosine(self, self.net)
 
     def example_inputs(self) -> tuple[Tensor, ...] | None:
-        """Return inputs of the network like those of every training batch, on the task's device,
-        for `cuda_graph`; None: they have many shapes."""
+        """Return inputs of `called` like those of every training batch, on the task's device, for
+        `cuda_graph`; None: they have many shapes."""
         return None
 
     def on_fit_start(self) -> None:
-        """Capture the network in a CUDA graph, if so configured."""
+        """Capture `called` in a CUDA graph, if so configured."""
         if not self.cuda_graph:
             return
         inputs = self.example_inputs()
@@ -228,10 +238,28 @@ class Task(L.LightningModule):
         buffers = {buffer: buffer.clone() for buffer in self.net.buffers()}
         # a weight cast before the capture would not be cast again in the replays
         with torch.autocast("cuda", kind, autocast, cache_enabled=False):
-            torch.cuda.make_graphed_callables(self.net.train(), inputs)
+            # unused: such as a head beside a loss of features
+            torch.cuda.make_graphed_callables(self.called.train(), inputs, allow_unused_input=True)
         for buffer, value in buffers.items():  # such as the means of a batch norm
             buffer.copy_(value)
         self.graphed = [x.shape for x in inputs]
+
+    def log(self, name: str, value: Any, prog_bar: bool = False, *args: Any, **options: Any) -> None:
+        """Log a value as Lightning does, which reads those of its progress bar in every step and would wait for the
+        device: in training they are read in the steps that are logged, and at the end of an epoch."""
+        if prog_bar and self.trainer.training and isinstance(value, Tensor | float):
+            value = self._read(name, torch.as_tensor(value))
+        super().log(name, value, prog_bar, *args, **options)
+
+    def _read(self, name: str, value: Tensor) -> Tensor:
+        """Return a value on the host: of this step, if it is logged or the last one, else of the last that was."""
+        trainer, step = self.trainer, self.trainer.global_step + 1
+        logged = step % max(1, trainer.log_every_n_steps) == 0  # type: ignore[attr-defined]
+        if value.device.type == "cpu":
+            return value
+        if name not in self.bar_values or logged or trainer.is_last_batch or step == trainer.max_steps:
+            self.bar_values[name] = value.detach().cpu()
+        return self.bar_values[name]
 
     def on_train_epoch_start(self) -> None:
         # random numbers of the network, such as dropout, follow from the seed, the epoch and which

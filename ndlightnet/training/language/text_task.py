@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.models import NDLightNet
+from ndlightnet.ops.linear_cross_entropy import linear_cross_entropy
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.language.curves import draw, write_table
@@ -17,6 +19,23 @@ from ndlightnet.training.language.measures import file_bits, means, token_nll
 from ndlightnet.training.report.results import write_csv, write_metrics
 
 BYTES = 256  # size of the vocabulary
+
+
+class TextLoss(nn.Module):
+    """Mean negative log-likelihood of all bytes but the first, in nats, of windows (batch, length + 1) uint8. Of an
+    NDLightNet with a linear head, the logits of all bytes are never held at once."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, windows: Tensor) -> Tensor:
+        net, head = self.net, getattr(self.net, "head", None)
+        if not isinstance(net, NDLightNet) or type(head) is not nn.Linear:
+            return token_nll(net, windows).mean()
+        windows = windows.long()
+        features = net.forward_head(net.forward_features(windows[:, :-1]), pre_logits=True)
+        return linear_cross_entropy(features, head.weight, windows[:, 1:], head.bias)
 
 
 class TextTask(Task):
@@ -38,6 +57,7 @@ class TextTask(Task):
 
     def __init__(self, net: nn.Module, lr: float = 1e-3, weight_decay: float = 0.1, **kwargs: Any) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
+        vars(self)["called"] = TextLoss(net)
 
     def setup(self, stage: str) -> None:
         for name, expected in (("causal", True), ("vocab_size", BYTES), ("per_token", True)):
@@ -46,11 +66,11 @@ class TextTask(Task):
                 raise DataError(f"model.net: expected a network with {name}={expected}, got {value}")
 
     def example_inputs(self) -> tuple[Tensor, ...]:
-        shape = (self.data().batch_size, self.data().length)
-        return (torch.zeros(shape, dtype=torch.int64, device=self.device),)
+        shape = (self.data().batch_size, self.data().length + 1)
+        return (torch.zeros(shape, dtype=torch.uint8, device=self.device),)
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:
-        loss = token_nll(self, batch).mean()
+        loss: Tensor = self(batch)
         bits = loss.detach() / math.log(2)
         self.log("bits_per_byte", bits, prog_bar=True, batch_size=len(batch))
         return loss

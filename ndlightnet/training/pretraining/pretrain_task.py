@@ -13,7 +13,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.sampling import mixed
 from ndlightnet.layout import per_axis
 from ndlightnet.models import NDLightNet
-from ndlightnet.models.masked import MaskedDecoder, Reconstruction, masked_loss
+from ndlightnet.models.masked import MaskedDecoder, masked_loss
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.optim import adamw_with_cosine
 from ndlightnet.training.core.options import check
@@ -22,6 +22,18 @@ from ndlightnet.training.generation.sample_sheets import save_sheet
 from ndlightnet.training.report.results import write_metrics
 
 SHEET = 8  # samples in a sheet
+
+
+class MaskedLoss(nn.Module):
+    """Mean squared error of what was dropped of samples, see `masked_loss`."""
+
+    def __init__(self, net: NDLightNet, decoder: MaskedDecoder, box: tuple[int, ...], dropped: float) -> None:
+        super().__init__()
+        self.net, self.decoder, self.box, self.dropped = net, decoder, box, dropped
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss, _ = masked_loss(self.net, self.decoder, x, self.box, self.dropped)
+        return loss
 
 
 class PretrainTask(Task):
@@ -68,6 +80,7 @@ class PretrainTask(Task):
         except ValueError as error:
             raise DataError(error) from error
         self.dropped = dropped
+        vars(self)["called"] = MaskedLoss(net, self.decoder, self.box, dropped)
 
     def setup(self, stage: str) -> None:
         data = self.data()
@@ -92,12 +105,12 @@ class PretrainTask(Task):
         convert = getattr(self.data(), "network_input", None)
         return x if convert is None else convert(x)
 
-    def loss(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Reconstruction]:
-        net: Any = self.net
-        return masked_loss(net, self.decoder, x, self.box, self.dropped, generator)
+    def example_inputs(self) -> tuple[Tensor, ...]:
+        data = self.data()
+        return (torch.zeros(data.batch_size, data.channels, *data.space, device=self.device),)
 
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
-        loss, _pictures = self.loss(self.samples(batch))
+        loss: Tensor = self(self.samples(batch))
         self.log("loss", loss, prog_bar=True, batch_size=len(batch[0]))
         return loss
 
@@ -117,8 +130,9 @@ class PretrainTask(Task):
     def _explained(self, batch: tuple[Any, ...], number: int) -> Tensor:
         """Return the explained variance of a batch; keep its first samples for the sheet."""
         x = self.samples(batch)
-        # the same boxes each time
-        _loss, predicted = self.loss(x, torch.Generator(self.device).manual_seed(mixed(0, number)))
+        net: Any = self.net
+        generator = torch.Generator(self.device).manual_seed(mixed(0, number))  # the same boxes each time
+        _loss, predicted = masked_loss(net, self.decoder, x, self.box, self.dropped, generator)
         room = min(self.each, SHEET - sum(len(x) for x, *_ in self.sheet))
         if room > 0:
             x, cells, dropped = (y[:room].cpu() for y in (x, predicted.cells, predicted.dropped))

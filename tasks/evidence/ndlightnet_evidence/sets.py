@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from ndlightnet.training import ImageData, ImageFolders, TextData
 from ndlightnet.training.classification.scores import scores
 from ndlightnet.training.language.measures import token_nll
+from ndlightnet.training.language.text_task import TextLoss
 from ndlightnet_evidence import runner
 from ndlightnet_evidence.cuda_graphs import Replay
 from ndlightnet_evidence.tables import Run
@@ -115,7 +116,9 @@ class Text(Samples):
         self.measures = ("bits_per_byte", *(f"bits_{n}" for n in data.lengths))
 
     def loss(self, net: nn.Module, *batch: Tensor) -> Tensor:
-        return token_nll(partial(logits, net), *batch).mean()
+        kind = batch[0].device.type
+        with torch.autocast(kind, torch.bfloat16, kind == "cuda", cache_enabled=False):
+            return TextLoss(net)(*batch)
 
     @torch.no_grad()
     def test(self, net: nn.Module) -> Run:

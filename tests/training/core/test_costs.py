@@ -102,7 +102,9 @@ TASK = SimpleNamespace(device=torch.device("cpu"), log=lambda *_, **__: None)
 def trained(monkeypatch, each: str, readings: list[tuple[float, int]], epochs: int = 1) -> CostMonitor:
     """A monitor after epochs of four steps, read by a meter of ours."""
     ahead = iter(readings)
-    monkeypatch.setattr(costs, "Meter", lambda device: SimpleNamespace(read=lambda: next(ahead)))
+    meter = SimpleNamespace(read=lambda: next(ahead), stop=lambda: None, done=True)
+    for name in ("Meter", "StepMeter"):
+        monkeypatch.setattr(costs, name, lambda device: meter)
     monitor, batch = CostMonitor(each), (torch.zeros(2, 3), torch.zeros(2))
     for _ in range(epochs):
         monitor.on_train_epoch_start(None, TASK)
@@ -152,6 +154,42 @@ def test_costs_of_steps(monkeypatch):
         "samples_per_second": 7.0,
         "state_size": None,
     }
+
+
+def test_steps_on_a_card_are_timed_by_events_and_waited_for_at_the_end(monkeypatch):
+    """Of four steps, of which the card has done two when the third ends."""
+    done, waits, events = [0], [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            events.append(self)
+
+        def record(self, stream):
+            self.number = len(events) - 1  # start and end of each step in turn
+
+        def query(self):
+            return self.number < done[0]
+
+        def synchronize(self):
+            waits.append(self.number)
+
+        def elapsed_time(self, end):
+            return 1e3 * (end.number + self.number)
+
+    monkeypatch.setattr(costs.torch.cuda, "Event", Event)
+    monkeypatch.setattr(costs.torch.cuda, "synchronize", lambda _: pytest.fail("waited for the card"))
+    for name, value in (("current_stream", None), ("reset_peak_memory_stats", None), ("max_memory_allocated", 7)):
+        monkeypatch.setattr(costs.torch.cuda, name, lambda _, value=value: value)
+    task, monitor = SimpleNamespace(device=torch.device("cuda", 0), log=TASK.log), CostMonitor("step")
+    monitor.on_train_epoch_start(None, task)
+    for number, ready in enumerate((0, 0, 4, 4)):
+        done[0] = ready
+        trainer = SimpleNamespace(is_last_batch=False, world_size=1)
+        monitor.on_train_batch_start(trainer, task, None, number)
+        monitor.on_train_batch_end(trainer, task, None, torch.zeros(3), number)
+        assert len(monitor.seconds) == ready // 2
+    monitor.on_train_end(trainer, task)
+    assert monitor.seconds == [1.0, 5.0, 9.0, 13.0] and monitor.peak == 7 and waits == [1, 3, 5, 7]
 
 
 def test_samples_a_second_without_the_validations(monkeypatch):

@@ -142,7 +142,10 @@ def test_layers_of_timm_are_those_that_timm_reads(name):
         ({"warmup_epochs": -1}, r"model\.warmup_epochs: -1, expected 0 or more epochs"),
         ({"lr": 1e-4, "min_lr": 1e-3}, r"model\.min_lr: 0\.001, expected 0 to model\.lr=0\.0001"),
         ({"layer_decay": 1.5}, r"model\.layer_decay: 1\.5, expected a fraction above 0"),
-        ({"compile": True, "cuda_graph": True}, r"model\.cuda_graph: True, expected false with mo"),
+        *(
+            ({name: True, "cuda_graph": True}, rf"model\.cuda_graph: True, expected false with model\.{name}=True")
+            for name in ("compile", "grad_checkpointing", "offload")
+        ),
     ],
 )
 def test_options_of_a_task_that_cannot_be(options, line):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -87,13 +88,15 @@ class OnACard(Task):
         return (torch.zeros(2, 3),)
 
 
-def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch):
+def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch, capsys):
     captured = []
 
-    def capture(net, inputs):
+    def capture(net, inputs, allow_unused_input):
         captured.append((net, net.training, [x.shape for x in inputs]))
         net(*inputs)  # warms up
         assert not torch.is_autocast_cache_enabled()
+        plain = net.forward  # the graph's is of one shape, and of training
+        net.forward = lambda x: torch.full((2, 1), 7.0) if net.training else plain(x)
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
@@ -105,9 +108,11 @@ def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch
     task.on_fit_start()
     assert captured == [(net, True, [(2, 3)])]
     assert net[1].running_mean == 0 and net[1].num_batches_tracked == 0
-    assert task(torch.ones(2, 3)).shape == (2, 1)
-    with pytest.raises(DataError, match=r"cuda_graph: true, got a batch of \[\(1, 3\)\], expected"):
-        task(torch.ones(1, 3))
+    assert (task(torch.ones(2, 3)) == 7).all() and not capsys.readouterr().err
+    for _ in range(2):
+        assert task(torch.ones(3, 3)).shape == (3, 1)
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note == "note: model.cuda_graph: a batch of [(3, 3)] runs without the graph, which is of [(2, 3)]"
     assert task.eval()(torch.ones(1, 3)).shape == (1, 1)
     task.trainer.world_size = 2
     with pytest.raises(DataError, match="expected false with several devices"):
@@ -117,6 +122,32 @@ def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch
         task.on_fit_start()
     with pytest.raises(DataError, match="batches of SignalTask have many shapes"):
         SignalTask(nn.Identity(), cuda_graph=True).on_fit_start()
+
+
+def test_the_progress_bar_waits_for_the_device_only_in_steps_that_are_logged(monkeypatch):
+    """And in the last one of an epoch or a training; validation logs what it has."""
+    reads, logged = [], []
+
+    class Far(torch.Tensor):
+        device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+
+        def cpu(self):
+            reads.append(int(self))
+            return torch.tensor(float(self))
+
+    monkeypatch.setattr(L.LightningModule, "log", lambda task, name, value, bar: logged.append(float(value)))
+    task = Task(nn.Identity())
+    trainer = SimpleNamespace(training=True, log_every_n_steps=4, max_steps=7, is_last_batch=False, global_step=0)
+    task._trainer = trainer  # type: ignore[assignment]
+    for trainer.global_step in range(7):
+        task.log("loss", torch.tensor(float(trainer.global_step)).as_subclass(Far), prog_bar=True)
+    assert logged == [0, 0, 0, 3, 3, 3, 6] and reads == [0, 3, 6]
+    trainer.global_step, trainer.is_last_batch = 8, True
+    task.log("loss", torch.tensor(8.0).as_subclass(Far), prog_bar=True)
+    task.log("samples/s", 2.5, prog_bar=True)  # a number is no tensor of the device, either
+    trainer.training = False
+    task.log("val", torch.tensor(9.0).as_subclass(Far), prog_bar=True)
+    assert reads == [0, 3, 6, 8] and logged[7:] == [8, 2.5, 9]
 
 
 @pytest.mark.parametrize("kind", [ImageTask, SegmentationTask])

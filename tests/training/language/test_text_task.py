@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
@@ -82,6 +83,33 @@ def test_token_nll_by_hand():
     assert nll.shape == (3, 11) and nll.dtype == torch.float32
     for row, window in zip(nll, windows, strict=True):
         np.testing.assert_allclose(row / math.log(2), costs(window, logits), rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"depth": 2, "drop_rate": 0.5}])
+def test_the_loss_of_training_is_the_mean_of_all_bytes(options):
+    """With the tied head, whose gradient the embedding gets, too; dropout draws alike."""
+    net = NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, **{"depth": 1} | options)
+    windows = torch.randint(256, (3, 12), dtype=torch.uint8)
+    pairs = []
+    for loss in (TextTask(net).called, lambda x: token_nll(net, x).mean()):
+        torch.manual_seed(1)
+        value = loss(windows)
+        pairs.append((value, torch.autograd.grad(value, [*net.parameters()])))
+    torch.testing.assert_close(*pairs)
+
+
+def test_training_holds_no_logits_of_all_bytes(monkeypatch, text_file):
+    """And a step is one call of the shapes that a CUDA graph is made for."""
+    net = NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=1)
+    task, data, calls = TextTask(net), TextData(str(text_file[0]), length=32, batch_size=8, lengths=(), workers=0), []
+    set_up(task, data)
+    task.called.register_forward_pre_hook(lambda _, inputs: calls.append([(x.shape, x.dtype) for x in inputs]))
+    monkeypatch.setattr(task, "log", lambda *_, **__: None)
+    monkeypatch.setattr(net.head, "forward", lambda _: pytest.fail("the logits of all bytes"))
+    assert task.training_step(next(iter(data.train_dataloader())), 0).requires_grad
+    assert calls == [[(x.shape, x.dtype) for x in task.example_inputs()]]
+    with FakeTensorMode(allow_non_fake_inputs=True):  # which has no numbers to wait for
+        task.called(*task.example_inputs()).backward()
 
 
 def test_batches_of_all_lengths_are_as_many_bytes(text_file):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import matplotlib.image
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
@@ -116,6 +117,21 @@ def test_all_clips_of_a_video_are_samples():
     samples = task.samples((clips, torch.zeros(2), torch.zeros(2)))
     assert samples.shape == (10, 6, 4, 8, 8) and torch.equal(samples[7, :3], clips[1, 2])
     assert task.samples((clips[:, 0], None, None)).shape == (2, 6, 4, 8, 8)
+
+
+def test_a_step_is_one_call_of_fixed_shape_that_never_waits_for_its_numbers(stripes, monkeypatch):
+    """As a CUDA graph needs it: the random boxes, too, are drawn on the device."""
+    task, data = PretrainTask(network(in_chans=3)), ImageFolders(str(stripes), 12, batch_size=4, workers=0)
+    set_up(task, data)
+    calls = []
+    task.called.register_forward_pre_hook(lambda _, inputs: calls.append([(x.shape, x.dtype) for x in inputs]))
+    monkeypatch.setattr(task, "log", lambda *_, **__: None)
+    batch = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
+    loss = task.training_step(batch, 0)
+    assert loss.requires_grad and calls == [[(x.shape, x.dtype) for x in task.example_inputs()]]
+    assert {key.split(".")[0] for key in task.state_dict()} == {"net", "decoder"}
+    with FakeTensorMode(allow_non_fake_inputs=True):  # which has no numbers to wait for
+        task.called(*task.example_inputs()).backward()
 
 
 def test_data_of_many_sizes():
