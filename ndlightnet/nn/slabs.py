@@ -1,5 +1,6 @@
-"""torch's convolutions, which go over tensors of 2^31 numbers and more in slabs: for some of these
-cuDNN only has kernels that are many times slower for each number."""
+"""torch's convolutions. They go over tensors of 2^31 numbers and more in slabs: for some of these cuDNN only
+has kernels that are many times slower for each number. Those of kernel size 1 are matrix products, several
+times faster where channels are not last. Inputs and results that are `recomputable` are not kept."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.ops.plain import plain
+from ndlightnet.ops.recompute import dropped, recomputable
 from ndlightnet.parallel import split_sizes
 
 NUMBERS = 2**31  # a slab of several planes has fewer
+CELLS = 2**14  # of a product for the gradient of a weight
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,9 @@ class _InSlabs:
     not their kernel; transforms of torch.func."""
 
     def _by_slabs(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Return the convolution of x in slabs, None if it is to be that of the whole."""
-        slabs = self._slabs(x)
-        if not slabs:
+        """Return the convolution of x in slabs, or as a product, None if it is to be torch's of the whole."""
+        slabs, product = self._slabs(x), self._is_product(x)
+        if not (slabs or product):
             return None
         kind = x.device.type
         inputs: list[Any] = [x, weight, bias]
@@ -46,7 +49,14 @@ class _InSlabs:
             inputs = [t if t is None or t.dtype == torch.float64 else t.to(to) for t in inputs]
         padding = [0, *self.padding[1:]]  # `_read` has that along the first axis
         options = self.stride, padding, self.dilation, self.transposed, self.output_padding, self.groups
-        return _Convolve.apply(slabs, options, *inputs)
+        y: Tensor = _Convolve.apply(slabs, None if product else options, *inputs)
+        return recomputable(y, _Convolve.again) if product and bias is None else y
+
+    def _is_product(self: Any, x: Tensor) -> bool:
+        if plain() or self.transposed or self.groups > 1 or x.ndim != 2 + len(self.kernel_size):
+            return False
+        padding = {0} if isinstance(self.padding, str) else set(self.padding)
+        return {*self.kernel_size, *self.stride} == {1} and padding == {0} and x.is_contiguous()
 
     def _slabs(self: Any, x: Tensor) -> list[_Slab]:
         """Return the slabs for x; none: as a whole."""
@@ -91,31 +101,31 @@ def _split(planes: int, most: int) -> list[tuple[int, int]]:
 
 
 class _Convolve(torch.autograd.Function):
+    """slabs: none for the whole. options: of torch.convolution; None: a product."""
+
     @staticmethod
     def forward(
         ctx: Any, slabs: Sequence[_Slab], options: Any, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.slabs, ctx.options, ctx.bias = slabs, options, None if bias is None else [len(bias)]
-        y, planes = None, sum(slab.y[1] for slab in slabs)
-        for slab in slabs:
-            piece = torch.convolution(_read(x, slab), weight, bias, *options)
-            if y is None:
-                y = piece.new_empty((*piece.shape[:2], planes, *piece.shape[3:]))
-            y.narrow(2, *slab.y).copy_(piece)
-            del piece  # before the next one is made
-        assert y is not None
-        return y
+        return _convolved(slabs, options, x, weight, bias)
+
+    @staticmethod
+    def again(ctx: Any) -> Tensor:
+        return _convolved(ctx.slabs, ctx.options, *ctx.saved_tensors, bias=None)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[2:])
+        if not ctx.slabs:
+            return None, None, *_gradients(dy, x, weight, ctx.bias, ctx.options, needed)
         dx = torch.zeros_like(x) if needed[0] else None
         sums: list[Tensor | None] = [None, None]  # gradients of weight and bias, float32 or wider
         for slab in ctx.slabs:
             inputs = dy.narrow(2, *slab.y), _read(x, slab), weight, ctx.bias
-            read, *grads = torch.ops.aten.convolution_backward(*inputs, *ctx.options, needed)
+            read, *grads = _gradients(*inputs, ctx.options, needed)
             if dx is not None:
                 dx.narrow(2, *slab.x).add_(read.narrow(2, slab.zeros[0], slab.x[1]))
             for at, grad in enumerate(grads):
@@ -126,6 +136,58 @@ class _Convolve(torch.autograd.Function):
         return None, None, dx, *[None if g is None else g.to(weight.dtype) for g in sums]
 
 
+def _convolved(slabs: Sequence[_Slab], options: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not slabs:
+        return _convolve(x, weight, bias, options)
+    y, planes = None, sum(slab.y[1] for slab in slabs)
+    for slab in slabs:
+        piece = _convolve(_read(x, slab), weight, bias, options)
+        if y is None:
+            y = piece.new_empty((*piece.shape[:2], planes, *piece.shape[3:]))
+        y.narrow(2, *slab.y).copy_(piece)
+        del piece  # before the next one is made
+    assert y is not None
+    return y
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Tensor:
+    if options is not None:
+        return torch.convolution(x, weight, bias, *options)
+    y = _product(weight.flatten(1), x.flatten(2))
+    y = y if bias is None else y.add_(bias[:, None])
+    return y.view(*y.shape[:2], *x.shape[2:])
+
+
+def _product(weight: Tensor, cells: Tensor) -> Tensor:
+    """Return weight (outputs, inputs) times cells (batch, inputs, length)."""
+    if weight.shape[1] == 1:
+        return weight * cells
+    return torch.bmm(weight.expand(len(cells), -1, -1), cells)
+
+
+def _gradients(dy: Tensor, x: Tensor, weight: Tensor, bias: Any, options: Any, needed: list[bool]) -> list[Any]:
+    """Return the gradients of x, weight and bias that are needed; bias: its size, if there is one."""
+    if options is not None:
+        return list(torch.ops.aten.convolution_backward(dy, x, weight, bias, *options, needed))
+    pull = dy.flatten(2)
+    dx = _product(weight.flatten(1).t(), pull).view_as(x) if needed[0] else None
+    dweight = _sum_products(pull, x.flatten(2)).view_as(weight).to(weight.dtype) if needed[1] else None
+    return [dx, dweight, pull.sum((0, 2)) if needed[2] else None]
+
+
+def _sum_products(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum over the batch and the length n of a (batch, k, n) times b (batch, m, n), float32 or wider: as
+    products of `CELLS`, since a product that sums millions of cells to few numbers fills no GPU."""
+    chunks = a.shape[2] // CELLS
+    whole = chunks * CELLS
+    acc = torch.promote_types(a.dtype, torch.float32)
+    total = torch.bmm(a[..., whole:], b[..., whole:].mT).sum(0, dtype=acc)
+    for row, column in zip(a[..., :whole], b[..., :whole], strict=True):
+        left, right = (x.unflatten(1, (chunks, CELLS)).movedim(1, 0) for x in (row, column))
+        total = total + torch.bmm(left, right.mT).sum(0, dtype=acc)
+    return total
+
+
 def _read(x: Tensor, slab: _Slab) -> Tensor:
     x = x.narrow(2, *slab.x)
     return nn.functional.pad(x, (0, 0) * (x.ndim - 3) + slab.zeros) if any(slab.zeros) else x
@@ -133,14 +195,16 @@ def _read(x: Tensor, slab: _Slab) -> Tensor:
 
 class _Conv(_InSlabs):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = self._by_slabs(input, weight, bias)
-        return super()._conv_forward(input, weight, bias) if y is None else y  # type: ignore[misc]
+        with dropped(input):
+            y = self._by_slabs(input, weight, bias)
+            return super()._conv_forward(input, weight, bias) if y is None else y  # type: ignore[misc]
 
 
 class _ConvTranspose(_InSlabs):
     def forward(self: Any, input: Tensor, output_size: Any = None) -> Tensor:
-        y = self._by_slabs(input, self.weight, self.bias) if output_size is None else None
-        return super().forward(input, output_size) if y is None else y  # type: ignore[misc]
+        with dropped(input):
+            y = self._by_slabs(input, self.weight, self.bias) if output_size is None else None
+            return super().forward(input, output_size) if y is None else y  # type: ignore[misc]
 
 
 class Conv1d(_Conv, nn.Conv1d):

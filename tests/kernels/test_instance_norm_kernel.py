@@ -216,6 +216,15 @@ def test_it_keeps_its_inputs_and_at_most_two_numbers_a_row(impl, numbers):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("residual", [False, True])
+def test_again_from_its_statistics_to_the_same_bits(residual, monkeypatch):
+    monkeypatch.setattr(kernels, "TILE", 128)
+    _, *inputs = random((2, 3, 300), torch.bfloat16, residual=residual)
+    inputs = [*inputs, None] if not residual else inputs
+    y, mean, rstd = kernels.instance_norm_silu(*inputs, 1e-5)
+    assert torch.equal(kernels.apply_statistics(*inputs, mean, rstd), y)
+
+
 def test_other_shapes_are_refused():
     x, ones = torch.ones(1, 2, 3), torch.ones(2)
     with pytest.raises(ValueError, match=r"residual \(1, 2, 4\): expected \(1, 2, 3\), as x"):
@@ -277,7 +286,7 @@ def test_second_derivatives_and_checkpointing_of_a_slab(close):
         return torch.autograd.grad(dx.square().sum(), (x, weight, bias))
 
     def slab(x):
-        return instance_norm._SlabKernels.apply(x, weight, bias, None, 1e-5, layout, [])
+        return instance_norm._SlabKernels.apply(x, weight, bias, None, 1e-5, layout)
 
     again = checkpoint(slab, x, use_reentrant=False)
     pair = [torch.autograd.grad(y.square().sum(), x)[0] for y in (again, slab(x))]
