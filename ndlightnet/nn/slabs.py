@@ -18,6 +18,7 @@ from ndlightnet.ops.recompute import dropped, recomputable
 from ndlightnet.parallel import split_sizes
 
 NUMBERS = 2**31  # a slab of several planes has fewer
+GPUS = ("cuda",)  # where the gradients of a convolution are made one after the other
 CELLS = 2**14  # of a product for the gradient of a weight
 
 
@@ -39,7 +40,7 @@ class _InSlabs:
     def _by_slabs(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return the convolution of x in slabs, or as a product, None if it is to be torch's of the whole."""
         slabs, product = self._slabs(x), self._is_product(x)
-        if not (slabs or product):
+        if not (slabs or product or self._by_steps(x)):
             return None
         kind = x.device.type
         inputs: list[Any] = [x, weight, bias]
@@ -47,10 +48,17 @@ class _InSlabs:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             to = torch.get_autocast_dtype(kind)
             inputs = [t if t is None or t.dtype == torch.float64 else t.to(to) for t in inputs]
-        padding = [0, *self.padding[1:]]  # `_read` has that along the first axis
+        padding = [0, *self.padding[1:]] if slabs else self.padding  # `_read` has that along the first axis
         options = self.stride, padding, self.dilation, self.transposed, self.output_padding, self.groups
         y: Tensor = _Convolve.apply(slabs, None if product else options, *inputs)
         return recomputable(y, _Convolve.again) if product and bias is None else y
+
+    def _by_steps(self: Any, x: Tensor) -> bool:
+        """Return whether gradients are computed one after the other, so that less is alive at a time."""
+        if plain() or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        plainly = self.padding_mode == "zeros" and not isinstance(self.padding, str)
+        return x.device.type in GPUS and plainly and x.ndim == 2 + len(self.kernel_size) and x.is_contiguous()
 
     def _is_product(self: Any, x: Tensor) -> bool:
         if plain() or self.transposed or self.groups > 1 or x.ndim != 2 + len(self.kernel_size):
@@ -113,26 +121,29 @@ class _Convolve(torch.autograd.Function):
 
     @staticmethod
     def again(ctx: Any) -> Tensor:
-        return _convolved(ctx.slabs, ctx.options, *ctx.saved_tensors, bias=None)
+        x, weight = ctx.saved_tensors
+        return _convolved(ctx.slabs, ctx.options, x, weight, None)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[2:])
         if not ctx.slabs:
-            return None, None, *_gradients(dy, x, weight, ctx.bias, ctx.options, needed)
+            inputs = [x]
+            del x
+            return None, None, *_gradients(dy, inputs, weight, ctx.bias, ctx.options, needed)
         dx = torch.zeros_like(x) if needed[0] else None
         sums: list[Tensor | None] = [None, None]  # gradients of weight and bias, float32 or wider
         for slab in ctx.slabs:
-            inputs = dy.narrow(2, *slab.y), _read(x, slab), weight, ctx.bias
-            read, *grads = _gradients(*inputs, ctx.options, needed)
+            inputs = [_read(x, slab)]
+            read, *grads = _gradients(dy.narrow(2, *slab.y), inputs, weight, ctx.bias, ctx.options, needed)
             if dx is not None:
                 dx.narrow(2, *slab.x).add_(read.narrow(2, slab.zeros[0], slab.x[1]))
             for at, grad in enumerate(grads):
                 if needed[1 + at]:
                     grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
                     sums[at] = grad if (total := sums[at]) is None else total + grad
-            del inputs, read, grads
+            del read, grads
         return None, None, dx, *[None if g is None else g.to(weight.dtype) for g in sums]
 
 
@@ -165,14 +176,29 @@ def _product(weight: Tensor, cells: Tensor) -> Tensor:
     return torch.bmm(weight.expand(len(cells), -1, -1), cells)
 
 
-def _gradients(dy: Tensor, x: Tensor, weight: Tensor, bias: Any, options: Any, needed: list[bool]) -> list[Any]:
-    """Return the gradients of x, weight and bias that are needed; bias: its size, if there is one."""
-    if options is not None:
-        return list(torch.ops.aten.convolution_backward(dy, x, weight, bias, *options, needed))
-    pull = dy.flatten(2)
-    dx = _product(weight.flatten(1).t(), pull).view_as(x) if needed[0] else None
-    dweight = _sum_products(pull, x.flatten(2)).view_as(weight).to(weight.dtype) if needed[1] else None
-    return [dx, dweight, pull.sum((0, 2)) if needed[2] else None]
+def _gradients(
+    dy: Tensor, inputs: list[Tensor], weight: Tensor, bias: Any, options: Any, needed: Sequence[bool]
+) -> list[Any]:
+    """Return the gradients of x, weight and bias that are needed. inputs: x alone, which may be freed before its
+    gradient is made; bias: its size, if there is one."""
+    x = inputs.pop()
+    shape, (wants_x, wants_weight, wants_bias) = x.shape, needed
+    dx = dweight = dbias = None
+    if options is None:
+        pull, matrix = dy.flatten(2), weight.flatten(1)
+        if wants_weight:
+            dweight = _sum_products(pull, x.flatten(2)).view_as(weight).to(weight.dtype)
+        del x
+        dx = _product(matrix.t(), pull).view(shape) if wants_x else None
+        return [dx, dweight, pull.sum((0, 2)) if wants_bias else None]
+    backward = torch.ops.aten.convolution_backward
+    if wants_weight or wants_bias:
+        _, dweight, dbias = backward(dy, x, weight, bias, *options, [False, wants_weight, wants_bias])
+    del x
+    if wants_x:  # of x it is a matter of the shape alone
+        like = dy.new_empty(1).expand(shape)
+        dx = backward(dy, like, weight, bias, *options, [True, False, False])[0]
+    return [dx, dweight, dbias]
 
 
 def _sum_products(a: Tensor, b: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def instance_norm_silu(
     inputs: Any = x, weight, bias, residual, eps
     if layout is not None and layout.shared:
         if not by_kernel:
-            return _by_torch(*inputs, layout=layout)
+            return _by_torch(x, weight, bias, residual, eps, layout)
         with dropped(residual):
             out = _SlabKernels.apply(*inputs, layout)
         return recomputable(out, _kernel_again)
@@ -77,7 +77,8 @@ def _kernel_again(node: Any) -> Tensor:
 
 
 def _torch_again(node: Any) -> Tensor:
-    return _by_torch(*node.saved_tensors, eps=node.eps)
+    x, weight, bias, residual = node.saved_tensors
+    return _by_torch(x, weight, bias, residual, node.eps)
 
 
 def kernel_runs(x: Tensor) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import grad
 
 from ndlightnet.nn import slabs
+from ndlightnet.ops import instance_norm_silu
 
 # kernel, stride, padding
 KINDS = [
@@ -167,7 +168,9 @@ def test_one_slab_at_a_time(monkeypatch):
         def call(*args):
             alive[name].append(len(results))
             out = real(*args)
-            results.add(out if isinstance(out, torch.Tensor) else out[0])
+            large = out if isinstance(out, torch.Tensor) else out[0]
+            if large is not None:  # not of weights alone
+                results.add(large)
             return out
 
         monkeypatch.setattr(module, name, call)
@@ -177,3 +180,25 @@ def test_one_slab_at_a_time(monkeypatch):
     ours(x).sum().backward()
     for counts in alive.values():
         assert len(counts) > 3 and not any(counts)
+
+
+@pytest.mark.parametrize(("kind", "kernel", "stride", "padding"), KINDS)
+def test_gradients_one_after_the_other(kind, kernel, stride, padding, monkeypatch, close):
+    """On a GPU: that of the weight, then that of x, which is computed again for the first and freed then."""
+    net, ours = pair(kind, 2, kernel, stride, padding, channels=(4, 4))
+    z = torch.randn(2, 4, 9, 6, dtype=torch.float64, requires_grad=True)
+    ones, zeros = torch.ones(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    expected = gradients(net(instance_norm_silu(z, ones, zeros)), z, net)
+    monkeypatch.setattr(slabs, "GPUS", ("cpu",))
+    backward, inputs = torch.ops.aten.convolution_backward, []
+
+    def noted(dy, x, *args):
+        inputs.append((x.untyped_storage().size(), weakref.ref(x), inputs[-1][1]() is None if inputs else None))
+        return backward(dy, x, *args)
+
+    monkeypatch.setattr(torch.ops.aten, "convolution_backward", noted)
+    for one, two in zip(gradients(ours(instance_norm_silu(z, ones, zeros)), z, ours), expected, strict=True):
+        close(one, two, 1e-12)
+    if kernel > 1 or padding:  # others are products
+        (_, _, _), (stub, _, freed) = inputs
+        assert freed and stub == 8
