@@ -1,6 +1,6 @@
 """torch's convolutions. They go over tensors of 2^31 numbers and more in slabs: for some of these cuDNN only
-has kernels that are many times slower for each number. Those of kernel size 1 are matrix products, several
-times faster where channels are not last. Inputs and results that are `recomputable` are not kept."""
+has kernels that are many times slower for each number. Those of kernel size 1 are matrix products. For the
+gradient inputs that are `recomputable` are not kept."""
 
 from __future__ import annotations
 

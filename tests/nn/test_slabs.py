@@ -57,6 +57,7 @@ def test_slabs_as_the_whole(dims, kind, kernel, stride, padding, planes, channel
     monkeypatch.setattr(slabs, "_convolve", noted)
     plane = max(x[:, :, 0].numel(), expected[:, :, 0].numel())
     monkeypatch.setattr(slabs, "NUMBERS", plane * (kernel + stride) + 1)
+    monkeypatch.setattr(slabs, "CELLS", 16)
     y = ours(x)
     product = kernel == 1 and padding == 0
     assert bool(sizes) == (product or max(x.numel(), expected.numel()) >= slabs.NUMBERS)
@@ -97,6 +98,7 @@ def test_within_a_compiled_graph(monkeypatch, close):
 @pytest.mark.parametrize(("kind", "kernel", "stride", "padding"), KINDS)
 def test_second_derivatives(kind, kernel, stride, padding, monkeypatch, close):
     monkeypatch.setattr(slabs, "NUMBERS", 30)
+    monkeypatch.setattr(slabs, "CELLS", 4)
     x = torch.randn(1, 2, 14, dtype=torch.float64, requires_grad=True)
     second = []
     for net in pair(kind, 1, kernel, stride, padding):
