@@ -1,7 +1,7 @@
 """Convolutional layers of a U-Net, on the axes that torch has convolutions for (one to three).
 
-Features are (batch, channels, *space). For the gradient a block keeps what its convolutions return
-and its output: what lies between is computed again."""
+Features are (batch, channels, *space). For the gradient a block keeps what its convolutions of kernel
+size 3 return: what is normalised, its output too, is computed again by the convolutions that read it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ndlightnet.layout import Grid
 from ndlightnet.nn import slabs
 from ndlightnet.nn.layers import GridLayer
 from ndlightnet.nn.stem import torch_layer
 from ndlightnet.ops.instance_norm import instance_norm, instance_norm_silu, instance_norm_silu_, kernel_runs
-from ndlightnet.ops.plain import plain
+from ndlightnet.ops.recompute import dropped
 from ndlightnet.parallel import add_planes
 
 
@@ -31,12 +30,9 @@ class NormSiLU(nn.GroupNorm):
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None, layout: Grid | None = None, statistics: Any = None
-    ) -> Tensor:
-        """layout, statistics: as in `instance_norm_silu`."""
-        options: Any = {"layout": layout, "statistics": statistics}
-        return instance_norm_silu(x, self.weight, self.bias, residual, self.eps, **options)
+    def forward(self, x: Tensor, residual: Tensor | None = None, layout: Grid | None = None) -> Tensor:
+        """layout: as in `instance_norm_silu`."""
+        return instance_norm_silu(x, self.weight, self.bias, residual, self.eps, layout=layout)
 
     def overwritten(self, x: Tensor, residual: Tensor | None = None, layout: Grid | None = None) -> Tensor:
         """Return the same without a gradient, in the place of x if a kernel runs."""
@@ -75,8 +71,8 @@ class ConvBlock(GridLayer):
         return nn.functional.silu(y, inplace=True)
 
     def _forward(self, x: Tensor, layout: Grid | None) -> Tensor:
-        y = _convolve(self.conv1, x, layout)
-        y = _convolve_norm(self.conv2, self.norm1, y, layout)
+        y = self.norm1(_convolve(self.conv1, x, layout), layout=layout)
+        y = _convolve(self.conv2, y, layout)
         return self.norm2(y, _convolve(self.skip, x), layout)
 
 
@@ -93,9 +89,10 @@ def _convolve(conv: Any, x: Tensor, layout: Grid | None = None) -> Tensor:
 def _convolve_slab(conv: Any, x: Tensor, layout: Grid, dim: int) -> Tensor:
     """Apply a convolution of kernel size 3 to a slab: that of the slab alone, and what the planes
     beside it add to its first and last plane along the dimension `dim` of x."""
-    x, received = layout.halo(x, dim, 1, 1)
+    edged, received = layout.halo(x, dim, 1, 1)
     first, last = received()  # before conv: within predict_large it may have to begin again
-    y = conv(x)
+    with dropped(x):  # the same numbers
+        y = conv(edged)
     apply = slabs.conv3d if x.ndim == 5 else getattr(nn.functional, f"conv{x.ndim - 2}d")
     padding = [int(axis != dim) for axis in range(2, x.ndim)]
 
@@ -106,54 +103,6 @@ def _convolve_slab(conv: Any, x: Tensor, layout: Grid, dim: int) -> Tensor:
         return apply(plane, weight, None, [1] * len(padding), padding)
 
     return add_planes(y, added(first, 0), added(last, 2), dim)
-
-
-def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor, layout: Grid | None = None) -> Tensor:
-    """Return conv(norm(x)), where the convolution keeps x for its gradient, as the norm does, and
-    not norm(x), a memory-bound pass that is made again (and calls the norm's hooks again)."""
-    statistics: list[Any] = []
-    y = norm(x, layout=layout, statistics=statistics)
-    if not (torch.is_grad_enabled() and _may_hook()):
-        return _convolve(conv, y, layout)
-    x, result = x.detach(), (y.data_ptr(), y.shape, y._version)
-    inputs = (x, *norm.parameters())
-    before = _versions(*inputs)
-
-    def pack(saved: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
-        if (saved.data_ptr(), saved.shape, saved._version) == result:
-            return None, before
-        return saved, _versions(saved)
-
-    def unpack(packed: tuple[Tensor | None, tuple[int, ...]]) -> Tensor:
-        saved, versions = packed
-        if _versions(*inputs if saved is None else (saved,)) != versions:  # as torch says otherwise
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation, in {norm} or what follows it"
-            )
-        if saved is not None:
-            return saved
-        with torch.no_grad():
-            detached = [tuple(sums.detach() for sums in one) for one in statistics]
-            return norm(x, layout=layout, statistics=detached)
-
-    with saved_tensors_hooks(pack, unpack):
-        return _convolve(conv, y, layout)
-
-
-def _may_hook() -> bool:
-    """Return whether to say what is kept: hooks of others (checkpointing, offloading) decide
-    before, and torch.compile by itself."""
-    if torch.compiler.is_compiling() or plain():
-        return False
-    autograd: Any = torch._C._autograd
-    if autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
-        return False
-    return autograd._top_saved_tensors_default_hooks(False) is None
-
-
-def _versions(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(x._version for x in tensors)
 
 
 class Convolutional:

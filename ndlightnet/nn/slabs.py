@@ -1,6 +1,7 @@
 """torch's convolutions, cut where torch has only slow kernels for the whole: tensors of 2^31 numbers
 and more are convolved slab by slab (some kernels of cuDNN are many times slower for these), a small
-sample of three axes on a CPU as a batch of two halves (without oneDNN it takes up to 17 times as long)."""
+sample of three axes on a CPU as a batch of two halves (without oneDNN it takes up to 17 times as long).
+Those of kernel size 1 are matrix products. For the gradient inputs that are `recomputable` are not kept."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 
 from ndlightnet.ops.dtypes import product_dtype
 from ndlightnet.ops.plain import plain
+from ndlightnet.ops.recompute import dropped, recomputable
 from ndlightnet.parallel import split_sizes
 
 NUMBERS = 2**31  # a slab of several planes has fewer
 LINES = 20480  # up to so many lines of numbers torch convolves one sample without oneDNN
 PRODUCTS = 2**20  # from so many products on, oneDNN gains more than two halves cost
+GPUS = ("cuda",)  # where the gradients of a convolution are made one after the other
+CELLS = 2**14  # of a product for the gradient of a weight
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,28 @@ class _InSlabs:
     not their kernel; transforms of torch.func."""
 
     def _by_slabs(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Return the convolution of x in slabs, None if it is to be that of the whole."""
-        slabs = self._slabs(x)
-        if not slabs:
+        """Return the convolution of x in slabs, or as a product, None if it is to be torch's of the whole."""
+        slabs, product = self._slabs(x), self._is_product(x)
+        if not (slabs or product or self._by_steps(x)):
             return None
         inputs: list[Any] = [t if t is None else t.to(product_dtype(t)) for t in (x, weight, bias)]  # as autocast does
-        padding = [0, *self.padding[1:]]  # `_read` has that along the first axis
+        padding = [0, *self.padding[1:]] if slabs else self.padding  # `_read` has that along the first axis
         options = self.stride, padding, self.dilation, self.transposed, self.output_padding, self.groups
-        return _Convolve.apply(slabs, options, *inputs)
+        y: Tensor = _Convolve.apply(slabs, None if product else options, *inputs)
+        return recomputable(y, _Convolve.again) if product and bias is None else y
+
+    def _by_steps(self: Any, x: Tensor) -> bool:
+        """Return whether gradients are computed one after the other, so that less is alive at a time."""
+        if plain() or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        plainly = self.padding_mode == "zeros" and not isinstance(self.padding, str)
+        return x.device.type in GPUS and plainly and x.ndim == 2 + len(self.kernel_size) and x.is_contiguous()
+
+    def _is_product(self: Any, x: Tensor) -> bool:
+        if plain() or self.transposed or self.groups > 1 or x.ndim != 2 + len(self.kernel_size):
+            return False
+        padding = {0} if isinstance(self.padding, str) else set(self.padding)
+        return {*self.kernel_size, *self.stride} == {1} and padding == {0} and x.is_contiguous()
 
     def _slabs(self: Any, x: Tensor) -> list[_Slab]:
         """Return the slabs for x; none: as a whole."""
@@ -90,39 +108,109 @@ def _split(planes: int, most: int) -> list[tuple[int, int]]:
 
 
 class _Convolve(torch.autograd.Function):
+    """slabs: none for the whole. options: of torch.convolution; None: a product."""
+
     @staticmethod
     def forward(
         ctx: Any, slabs: Sequence[_Slab], options: Any, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.slabs, ctx.options, ctx.bias = slabs, options, None if bias is None else [len(bias)]
-        y, planes = None, sum(slab.y[1] for slab in slabs)
-        for slab in slabs:
-            piece = torch.convolution(_read(x, slab), weight, bias, *options)
-            if y is None:
-                y = piece.new_empty((*piece.shape[:2], planes, *piece.shape[3:]))
-            y.narrow(2, *slab.y).copy_(piece)
-            del piece  # before the next one is made
-        assert y is not None
-        return y
+        return _convolved(slabs, options, x, weight, bias)
+
+    @staticmethod
+    def again(ctx: Any) -> Tensor:
+        x, weight = ctx.saved_tensors
+        return _convolved(ctx.slabs, ctx.options, x, weight, None)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[2:])
+        if not ctx.slabs:
+            inputs = [x]
+            del x
+            return None, None, *_gradients(dy, inputs, weight, ctx.bias, ctx.options, needed)
         dx = torch.zeros_like(x) if needed[0] else None
         sums: list[Tensor | None] = [None, None]  # gradients of weight and bias, float32 or wider
         for slab in ctx.slabs:
-            inputs = dy.narrow(2, *slab.y), _read(x, slab), weight, ctx.bias
-            read, *grads = torch.ops.aten.convolution_backward(*inputs, *ctx.options, needed)
+            inputs = [_read(x, slab)]
+            read, *grads = _gradients(dy.narrow(2, *slab.y), inputs, weight, ctx.bias, ctx.options, needed)
             if dx is not None:
                 dx.narrow(2, *slab.x).add_(read.narrow(2, slab.zeros[0], slab.x[1]))
             for at, grad in enumerate(grads):
                 if needed[1 + at]:
                     grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
                     sums[at] = grad if (total := sums[at]) is None else total + grad
-            del inputs, read, grads
+            del read, grads
         return None, None, dx, *[None if g is None else g.to(weight.dtype) for g in sums]
+
+
+def _convolved(slabs: Sequence[_Slab], options: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not slabs:
+        return _convolve(x, weight, bias, options)
+    y, planes = None, sum(slab.y[1] for slab in slabs)
+    for slab in slabs:
+        piece = _convolve(_read(x, slab), weight, bias, options)
+        if y is None:
+            y = piece.new_empty((*piece.shape[:2], planes, *piece.shape[3:]))
+        y.narrow(2, *slab.y).copy_(piece)
+        del piece  # before the next one is made
+    assert y is not None
+    return y
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Tensor:
+    if options is not None:
+        return torch.convolution(x, weight, bias, *options)
+    y = _product(weight.flatten(1), x.flatten(2))
+    y = y if bias is None else y.add_(bias[:, None])
+    return y.view(*y.shape[:2], *x.shape[2:])
+
+
+def _product(weight: Tensor, cells: Tensor) -> Tensor:
+    """Return weight (outputs, inputs) times cells (batch, inputs, length)."""
+    if weight.shape[1] == 1:
+        return weight * cells
+    return torch.bmm(weight.expand(len(cells), -1, -1), cells)
+
+
+def _gradients(
+    dy: Tensor, inputs: list[Tensor], weight: Tensor, bias: Any, options: Any, needed: Sequence[bool]
+) -> list[Any]:
+    """Return the gradients of x, weight and bias that are needed. inputs: x alone, which may be freed before its
+    gradient is made; bias: its size, if there is one."""
+    x = inputs.pop()
+    shape, (wants_x, wants_weight, wants_bias) = x.shape, needed
+    dx = dweight = dbias = None
+    if options is None:
+        pull, matrix = dy.flatten(2), weight.flatten(1)
+        if wants_weight:
+            dweight = _sum_products(pull, x.flatten(2)).view_as(weight).to(weight.dtype)
+        del x
+        dx = _product(matrix.t(), pull).view(shape) if wants_x else None
+        return [dx, dweight, pull.sum((0, 2)) if wants_bias else None]
+    backward = torch.ops.aten.convolution_backward
+    if wants_weight or wants_bias:
+        _, dweight, dbias = backward(dy, x, weight, bias, *options, [False, wants_weight, wants_bias])
+    del x
+    if wants_x:  # of x it is a matter of the shape alone
+        like = dy.new_empty(1).expand(shape)
+        dx = backward(dy, like, weight, bias, *options, [True, False, False])[0]
+    return [dx, dweight, dbias]
+
+
+def _sum_products(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum over the batch and the length n of a (batch, k, n) times b (batch, m, n), float32 or wider: as
+    products of `CELLS`, since a product that sums millions of cells to few numbers fills no GPU."""
+    chunks = a.shape[2] // CELLS
+    whole = chunks * CELLS
+    acc = torch.promote_types(a.dtype, torch.float32)
+    total = torch.bmm(a[..., whole:], b[..., whole:].mT).sum(0, dtype=acc)
+    for row, column in zip(a[..., :whole], b[..., :whole], strict=True):
+        left, right = (x.unflatten(1, (chunks, CELLS)).movedim(1, 0) for x in (row, column))
+        total = total + torch.bmm(left, right.mT).sum(0, dtype=acc)
+    return total
 
 
 def _read(x: Tensor, slab: _Slab) -> Tensor:
@@ -158,18 +246,20 @@ def _without_onednn(x: Tensor, weight: Tensor, space: Sequence[int]) -> bool:
 
 class _Conv(_InSlabs):
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = self._by_slabs(input, weight, bias)
-        if y is not None:
-            return y
-        if input.ndim == 5 and self.groups == 1 and not plain() and self._divides():
-            return conv3d(input, weight, bias, self.stride, self.padding)
-        return super()._conv_forward(input, weight, bias)  # type: ignore[misc]
+        with dropped(input):
+            y = self._by_slabs(input, weight, bias)
+            if y is not None:
+                return y
+            if input.ndim == 5 and self.groups == 1 and not plain() and self._divides():
+                return conv3d(input, weight, bias, self.stride, self.padding)
+            return super()._conv_forward(input, weight, bias)  # type: ignore[misc]
 
 
 class _ConvTranspose(_InSlabs):
     def forward(self: Any, input: Tensor, output_size: Any = None) -> Tensor:
-        y = self._by_slabs(input, self.weight, self.bias) if output_size is None else None
-        return super().forward(input, output_size) if y is None else y  # type: ignore[misc]
+        with dropped(input):
+            y = self._by_slabs(input, self.weight, self.bias) if output_size is None else None
+            return super().forward(input, output_size) if y is None else y  # type: ignore[misc]
 
 
 class Conv1d(_Conv, nn.Conv1d):

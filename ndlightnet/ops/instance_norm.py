@@ -17,10 +17,10 @@ from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, finest
 from ndlightnet.ops.limits import sizes_reason
 from ndlightnet.ops.plain import plain
+from ndlightnet.ops.recompute import dropped, recomputable
 from ndlightnet.ops.recurrence.chunks import exact
 
 MOST_CELLS = 2**31 - 2**26  # indices are 32 bits, and the last ones of a tile are beyond the row
-Statistics = list[tuple[Tensor, Tensor]]  # none, or mean and variance of the channels of all slabs
 
 
 def instance_norm_silu(
@@ -32,7 +32,6 @@ def instance_norm_silu(
     impl: Impl = "auto",
     *,
     layout: Layout | None = None,
-    statistics: Statistics | None = None,
 ) -> Tensor:
     """Return SiLU(norm(x) * weight + bias + residual), in x's dtype, under autocast too.
 
@@ -40,10 +39,10 @@ def instance_norm_silu(
     a single cell is mapped to 0, equal cells by the kernel too, in eager torch to 1e-9 of their
     value. x, residual: (batch, channels, *space); weight, bias: (channels,). Statistics and all
     arithmetic are float32 or wider. For the gradient x and residual are kept, and at most two
-    numbers for each channel. "auto" takes the kernel for contiguous x; in torch.compile, torch.
+    numbers for each channel; a result in eager mode, and such a residual, are `recomputable`. "auto"
+    takes the kernel for contiguous x; in torch.compile, torch.
 
-    layout: of x; of a slab the statistics are those of all slabs. statistics: then an empty list
-    takes them; a later call with it uses them, and exchanges nothing.
+    layout: of x; of a slab the statistics are those of all slabs.
     """
     for name, y, shape in (
         ("residual", residual, x.shape),
@@ -53,17 +52,33 @@ def instance_norm_silu(
         if y is not None and y.shape != shape:
             raise ValueError(f"{name} {tuple(y.shape)}: expected {tuple(shape)}, as x has")
     by_kernel = kernel_runs(x) if impl == "auto" else resolve("instance_norm_silu", impl, x) == "triton"
-    out: Tensor
+    inputs: Any = x, weight, bias, residual, eps
     if layout is not None and layout.shared:
-        run: Any = _SlabKernels.apply if by_kernel else _by_torch
-        out = run(x, weight, bias, residual, eps, layout, [] if statistics is None else statistics)
-    elif by_kernel:
-        out = _instance_norm(x, weight, bias, residual, eps)[0]
-    else:  # torch.compile keeps what it finds best
-        recomputed = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not plain()
-        run = _Recomputed.apply if recomputed else _by_torch
-        out = run(x, weight, bias, residual, eps)
-    return out
+        if not by_kernel:
+            return _by_torch(x, weight, bias, residual, eps, layout)
+        with dropped(residual):
+            out = _SlabKernels.apply(*inputs, layout)
+        return recomputable(out, _kernel_again)
+    if by_kernel:
+        with dropped(residual):
+            out = _instance_norm(*inputs)[0]
+        return recomputable(out, _kernel_again)
+    if torch.compiler.is_compiling() or plain() or not torch.is_grad_enabled():
+        return _by_torch(*inputs)  # torch.compile keeps what it finds best
+    with dropped(residual):
+        out = _Recomputed.apply(*inputs)
+    return recomputable(out, _torch_again)
+
+
+def _kernel_again(node: Any) -> Tensor:
+    from ndlightnet_kernels import instance_norm as kernels
+
+    return kernels.apply_statistics(*node.saved_tensors)
+
+
+def _torch_again(node: Any) -> Tensor:
+    x, weight, bias, residual = node.saved_tensors
+    return _by_torch(x, weight, bias, residual, node.eps)
 
 
 def kernel_runs(x: Tensor) -> bool:
@@ -83,7 +98,7 @@ def instance_norm_silu_(
 ) -> Tensor:
     """Overwrite contiguous x with `instance_norm_silu`, by its kernel and without a gradient."""
     if layout is not None and layout.shared:
-        return _slab_by_kernels(x, weight, bias, residual, eps, layout=layout, statistics=[], out=x)[0]
+        return _slab_by_kernels(x, weight, bias, residual, eps, layout=layout, out=x)[0]
     _instance_norm_in_place(x, weight, bias, residual, eps)
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)  # autograd may hold x for an earlier operation
@@ -92,23 +107,19 @@ def instance_norm_silu_(
 
 def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, layout: Layout | None = None) -> Tensor:
     """Return norm(x) * weight + bias of `instance_norm_silu`, in torch."""
-    return _normed(x, weight, bias, eps, layout, []).to(x.dtype)
+    return _normed(x, weight, bias, eps, layout).to(x.dtype)
 
 
-def _normed(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Layout | None, statistics: Statistics
-) -> Tensor:
+def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Layout | None) -> Tensor:
     """Return `instance_norm` unrounded: group_norm rounds the statistics of 16-bit tensors to their dtype."""
     acc = accumulator(x)
     if layout is None or not layout.shared:
         with exact(x):
             return torch.group_norm(_centred(x), x.shape[1], weight.to(acc), bias.to(acc), eps)
     dims, wide = tuple(range(2, x.ndim)), x.to(acc)
-    if not statistics:
-        cells = math.prod(x.shape[2:])
-        square, mean = torch.var_mean(wide, dims, correction=0)
-        statistics.append(_sample_statistics(mean, square * cells, cells, layout))
-    mean, variance = statistics[0]
+    cells = math.prod(x.shape[2:])
+    square, mean = torch.var_mean(wide, dims, correction=0)
+    mean, variance = _sample_statistics(mean, square * cells, cells, layout)
     shape = (*x.shape[:2], *[1] * len(dims))
     scale = torch.rsqrt(variance + eps) * weight.to(acc)
     return (wide - mean.view(shape)) * scale.view(shape) + bias.to(acc).view(1, *shape[1:])
@@ -128,15 +139,9 @@ def _centred(x: Tensor) -> Tensor:
 
 
 def _by_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    eps: float,
-    layout: Layout | None = None,
-    statistics: Statistics | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Layout | None = None
 ) -> Tensor:
-    y = _normed(x, weight, bias, eps, layout, [] if statistics is None else statistics)
+    y = _normed(x, weight, bias, eps, layout)
     if residual is not None:
         y = y + residual if plain() else y.add_(residual)
     return silu(y, inplace=not torch.is_grad_enabled()).to(x.dtype)
@@ -263,7 +268,7 @@ class _SlabKernels(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         out, mean, rstd = _slab_by_kernels(*inputs)
         ctx.save_for_backward(*inputs[:4], mean, rstd)
-        ctx.eps, ctx.layout, _ = inputs[4:]
+        ctx.eps, ctx.layout = inputs[4:]
         return out
 
     @staticmethod
@@ -274,14 +279,14 @@ class _SlabKernels(torch.autograd.Function):
         layout, cells = ctx.layout, math.prod(saved[0].shape[2:])
         if torch.is_grad_enabled():  # for a second derivative
             wants, again = ctx.needs_input_grad[:4], partial(_by_torch, layout=layout)
-            return *by_autograd(dout, saved[:4], ctx.eps, wants, True, again), None, None, None
+            return *by_autograd(dout, saved[:4], ctx.eps, wants, True, again), None, None
 
         def of_sample(sums: Tensor) -> Tensor:
             return layout.total(sums) * (cells / layout.whole.length)
 
         inputs: tuple[Any, ...] = (dout, *saved, of_sample)
         grads = kernels.instance_norm_silu_backward(*inputs)
-        return *grads, None, None, None
+        return *grads, None, None
 
 
 def _slab_by_kernels(
@@ -291,15 +296,12 @@ def _slab_by_kernels(
     residual: Tensor | None,
     eps: float,
     layout: Layout,
-    statistics: Statistics,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result, which may be written to `out`, and mean and 1 / deviation of the sample."""
     from ndlightnet_kernels import instance_norm as kernels
 
     def of_sample(mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-        if not statistics:
-            statistics.append(_sample_statistics(mean, squares, math.prod(x.shape[2:]), layout))
-        return statistics[0]
+        return _sample_statistics(mean, squares, math.prod(x.shape[2:]), layout)
 
     return kernels.instance_norm_silu(x, weight, bias, residual, eps, out=out, of_whole=of_sample)

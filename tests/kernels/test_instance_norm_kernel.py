@@ -10,6 +10,7 @@ from ndlightnet.nn import convolutional
 from ndlightnet.nn.convolutional import ConvBlock
 from ndlightnet.ops import instance_norm
 from ndlightnet.ops.instance_norm import instance_norm_silu, instance_norm_silu_
+from ndlightnet.ops.recompute import dropped
 from ndlightnet.parallel import Exchange, Slab
 from ndlightnet_kernels import instance_norm as kernels
 
@@ -216,6 +217,44 @@ def test_it_keeps_its_inputs_and_at_most_two_numbers_a_row(impl, numbers):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("residual", [False, True])
+def test_again_from_its_statistics_to_the_same_bits(residual, monkeypatch):
+    monkeypatch.setattr(kernels, "TILE", 128)
+    _, *inputs = random((2, 3, 300), torch.bfloat16, residual=residual)
+    inputs = [*inputs, None] if not residual else inputs
+    y, mean, rstd = kernels.instance_norm_silu(*inputs, 1e-5)
+    assert torch.equal(kernels.apply_statistics(*inputs, mean, rstd), y)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_block_of_kernels_keeps_no_output(shared, monkeypatch):
+    """Nor the residual that is a convolution of kernel size 1: gradients as with all of it, on a slab too."""
+
+    class Alone(Exchange):
+        rank, count = 0, 1
+
+        def all_to_all(self, sends, shapes):
+            return lambda: list(sends)
+
+    block, read = ConvBlock(2, 3, 4).to(DEVICE), torch.nn.Conv2d(4, 2, 1).to(DEVICE)
+    layout = Slab((5, 6), sizes=(5,), exchange=Alone()) if shared else None
+    x = torch.randn(2, 3, 5, 6, device=DEVICE, requires_grad=True)
+    sources, again = [x, *block.parameters(), *read.parameters()], kernels.apply_statistics
+    calls = []
+    monkeypatch.setattr(instance_norm, "kernel_runs", lambda x: True)
+    monkeypatch.setattr(kernels, "apply_statistics", lambda *args: calls.append(args[3] is None) or again(*args))
+    y = block(x, layout)
+    with dropped(y):
+        out = read(y)
+    found = torch.autograd.grad(out.square().sum(), sources)
+    assert calls == [False, True]  # for what reads the block, and for its second convolution
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda packed: packed):
+        expected = torch.autograd.grad(read(block(x, layout)).square().sum(), sources)
+    assert len(calls) == 2
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_other_shapes_are_refused():
     x, ones = torch.ones(1, 2, 3), torch.ones(2)
     with pytest.raises(ValueError, match=r"residual \(1, 2, 4\): expected \(1, 2, 3\), as x"):
@@ -277,7 +316,7 @@ def test_second_derivatives_and_checkpointing_of_a_slab(close):
         return torch.autograd.grad(dx.square().sum(), (x, weight, bias))
 
     def slab(x):
-        return instance_norm._SlabKernels.apply(x, weight, bias, None, 1e-5, layout, [])
+        return instance_norm._SlabKernels.apply(x, weight, bias, None, 1e-5, layout)
 
     again = checkpoint(slab, x, use_reentrant=False)
     pair = [torch.autograd.grad(y.square().sum(), x)[0] for y in (again, slab(x))]

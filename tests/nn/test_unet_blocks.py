@@ -7,10 +7,13 @@ import torch
 from torch import nn
 from torch.autograd import grad, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ndlightnet import NDLightUNet
 from ndlightnet.layout import cut_patches, uncut_patches
-from ndlightnet.nn import convolutional
+from ndlightnet.nn import convolutional, slabs
 from ndlightnet.nn.convolutional import ConvBlock, NormSiLU
 from ndlightnet.nn.separable import LocalBlock
 
@@ -70,6 +73,58 @@ def test_a_block_keeps_what_its_convolutions_return(close):
     both = (grad(out.square().sum(), [x, *block.parameters()]) for out in (y, stored))
     for one, two in zip(*both, strict=True):
         close(one, two, 1e-12)
+
+
+class Storages(TorchDispatchMode):
+    """All storages that operators make."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def alive(self, least):
+        return sum(size for storage, size in self.made.values() if size >= least and not storage.expired())
+
+
+@pytest.mark.parametrize("size, maps", [("hybrid", 5), ("M", 6)])
+def test_bytes_a_voxel_that_a_step_keeps(size, maps):
+    """Of the first level what four convolutions return and the decoder's input (M: of twice the width), of the
+    second the input of its block and what two convolutions return; the input twice in 16 bits, and the output."""
+    net, x = NDLightUNet(3, 1, 3, size=size, widths=(8, 16), convs=(1, 1), depths=(0, 0)), torch.randn(1, 1, 32, 32, 32)
+    with Storages() as storages, torch.autocast("cpu", torch.bfloat16):
+        y = net(x)
+    voxels = x.numel()
+    assert storages.alive(least=2 * voxels) == 2 * voxels * (8 * maps + 3 * 16 // 8 + 2 + y.shape[1])
+
+
+@pytest.mark.parametrize("inputs", [3, 4])
+@pytest.mark.parametrize("reader", ["Conv2d", "ConvTranspose2d"])
+def test_the_reader_of_a_block_keeps_none_of_its_output(reader, inputs, close):
+    """Nor the block what its convolution of kernel size 1 returns; also where the block is checkpointed."""
+    block, read = ConvBlock(2, inputs, 4).double(), getattr(slabs, reader)(4, 5, 2, stride=2).double()
+    x = torch.randn(2, inputs, 6, 4, dtype=torch.float64, requires_grad=True)
+    sources, results = [x, *block.parameters(), *read.parameters()], []
+    for block.grad_checkpointing in (False, True):
+        with Storages() as storages:
+            y = block(x)
+            z = read(y)
+            output = y.untyped_storage()._cdata
+            del y
+        assert storages.made[output][0].expired() != block.grad_checkpointing
+        results.append(grad(z.square().sum(), sources))
+    with saved_tensors_hooks(lambda saved: saved, lambda packed: packed):
+        expected = grad(read(block(x)).square().sum(), sources)
+    for result in results:
+        for one, two in zip(result, expected, strict=True):
+            close(one, two, 1e-12)
 
 
 def test_a_change_between_forward_and_backward_is_refused():
