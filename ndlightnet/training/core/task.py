@@ -230,12 +230,14 @@ class Task(L.LightningModule):
         check("model.cuda_graph", "true", count == 1, f"false with accumulate_grad_batches={count}")
         if self.device.type != "cuda":
             return
-        check("model.cuda_graph", "true", self.trainer.world_size == 1, "false with several devices")
+        if self.trainer.world_size > 1:  # DDP has wrapped the network, which has to be captured before
+            log_rank_zero(["model.cuda_graph: several devices train without the graph"])
+            return
         precision = self.trainer.precision_plugin
         inputs = precision.convert_input(inputs)
         with precision.forward_context():
             kind, autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        buffers = {buffer: buffer.clone() for buffer in self.net.buffers()}
+        buffers = {buffer: buffer.clone() for buffer in self.called.buffers()}
         # a weight cast before the capture would not be cast again in the replays
         with torch.autocast("cuda", kind, autocast, cache_enabled=False):
             # unused: such as a head beside a loss of features

@@ -115,8 +115,8 @@ def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch
     assert note == "note: model.cuda_graph: a batch of [(3, 3)] runs without the graph, which is of [(2, 3)]"
     assert task.eval()(torch.ones(1, 3)).shape == (1, 1)
     task.trainer.world_size = 2
-    with pytest.raises(DataError, match="expected false with several devices"):
-        task.on_fit_start()
+    task.on_fit_start()
+    assert len(captured) == 1 and capsys.readouterr().err.endswith("several devices train without the graph\n")
     task.trainer.accumulate_grad_batches = 4
     with pytest.raises(DataError, match="expected false with accumulate_grad_batches=4"):
         task.on_fit_start()
