@@ -57,6 +57,6 @@ def finest(device: torch.device) -> torch.dtype:
 def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of matrix products with x: that of autocast, which leaves out float64, or x's own."""
     kind = x.device.type
-    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x.dtype
     return torch.get_autocast_dtype(kind)
