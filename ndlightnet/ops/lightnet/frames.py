@@ -242,7 +242,7 @@ def axis_causal_attention(
                     return out, state if return_state else None
                 group = max(1, round(frames**0.5))
             elif window is None and k.is_cpu and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                group = max(1, parallel.SEGMENT // (k.shape[0] * k.shape[2] * k.shape[3] * v.shape[3]))
+                group = max(1, parallel.SEGMENT // max(1, k.shape[0] * k.shape[2] * k.shape[3] * v.shape[3]))
         if group >= frames:
             out, state = _attend(inputs, state, frames, *rules)
             return out, offset_gradient(state, position, 1) if return_state else None
