@@ -236,13 +236,16 @@ def axis_causal_attention(
         rules = (window, forget, chosen, frame)
         size, group = k.shape[1] // frames, frames
         if not plain() and not frame.shared:
-            if states_outweigh_tokens(k, v, position, size):
-                if window is None and chosen == "torch":
-                    out, state = chunked(*inputs, state, forget, size)
-                    return out, state if return_state else None
+            learnt = torch.is_grad_enabled()
+            # a State costs less than chunks from fewer tokens on where none is saved for a backward
+            least = size if learnt else 4 * size // 3
+            if window is None and chosen == "torch" and states_outweigh_tokens(k, v, position, least):
+                out, state = chunked(*inputs, state, forget, size)
+                return out, state if return_state else None
+            if window is None and k.is_cpu and not learnt and not torch.compiler.is_compiling():
+                group = max(1, parallel.SEGMENT // max(1, k.shape[0] * k.shape[2] * k.shape[3] * v.shape[3]))
+            elif states_outweigh_tokens(k, v, position, size):
                 group = max(1, round(frames**0.5))
-            elif window is None and k.is_cpu and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                group = max(1, parallel.SEGMENT // (k.shape[0] * k.shape[2] * k.shape[3] * v.shape[3]))
         if group >= frames:
             out, state = _attend(inputs, state, frames, *rules)
             return out, offset_gradient(state, position, 1) if return_state else None
