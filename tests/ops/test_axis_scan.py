@@ -9,6 +9,8 @@ from ndlightnet.nn import MDTPE
 from ndlightnet.ops import axis_scan, line_scan, line_state, line_step
 from ndlightnet.ops.axis_scan import api, lines, reference
 
+from .largest_tensor import LargestTensor
+
 LENGTHS = (1, 5, 63, 64, 65, 200)
 GRIDS = ((7,), (4, 6), (3, 1, 5), (2, 3, 2, 4), (130, 2))  # the last one: more than a chunk
 
@@ -72,6 +74,16 @@ def test_any_number_of_chunks(close, close_grads, monkeypatch, n):
         close(y, expected, 1e-11)
         for ours, theirs in zip(torch.autograd.grad(y, inputs, pull), pulled, strict=True):
             close(ours, theirs, 1e-10)
+
+
+@pytest.mark.parametrize("n", [65, 160, 170])
+def test_chunks_of_many_short_lines_are_longer(close, n):
+    """200 states are larger than the 85 tokens of a chunk; lines of one chunk have none."""
+    x, c, log_decay, _ = sample(n, lines=500, dim=2, states=200)
+    with LargestTensor() as made:
+        y = line_scan(x, c, log_decay)
+    assert (made.numel == x.numel()) == (n < 161)
+    close(y[:3], line_scan(x[:3], c, log_decay), 1e-11)
 
 
 def test_step_loop_is_the_scan(close):

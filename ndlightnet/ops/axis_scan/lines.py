@@ -48,12 +48,15 @@ def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None =
         return empty_result(x, coef, log_decay, state)
     coef, log_decay = coef.to(acc), log_decay.to(acc)
     exported = torch.compiler.is_exporting()
+    traced = exported or torch.compiler.is_compiling()
+    # along many short lines a larger Toeplitz matrix takes less time than states
+    short = not traced and n <= min(3 * CHUNK, 2 * x.shape[0])  # a comparison would be a guard of an exported graph
+    most = 5 * CHUNK // 2 if short else CHUNK
     # torch.export takes a size of 1, and a view of all, as constants, and AOTInductor compiles for
     # minutes where sizes are quotients of quotients
-    chunks, size = (n // EXPORTED + 3, EXPORTED) if exported else even(n, CHUNK)
+    chunks, size = (n // EXPORTED + 3, EXPORTED) if exported else even(n, most)
     table = _powers(log_decay, torch.arange(size + 1, device=x.device))[None]
     state = None if state is None else state.to(acc)
-    traced = exported or torch.compiler.is_compiling()
     carry = partial(_carry_traced, log_decay * size) if traced else carry_over
     y, _ = exponential_filter(x.to(acc), chunks, table, coef, state, carry)
     return y.to(x.dtype)
