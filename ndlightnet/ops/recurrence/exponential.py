@@ -49,6 +49,7 @@ def exponential_filter(
     Returns y, and h before the last chunk (None: zeros).
     """
     n, size = u.shape[1], table.shape[-1] - 1
+    u = u.movedim(-1, 0).contiguous().movedim(0, -1)  # the products are of channels
     pieces = pad(u, (0, 0, 0, chunks * size - n)).unflatten(1, (chunks, size))
     powers = table[..., :size]
     kernel = torch.einsum("cjz,cjtz->ct", _real(weight.conj_physical()), _real(powers))

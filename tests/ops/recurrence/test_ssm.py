@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 from torch.autograd import grad
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ndlightnet.ops import line_scan
 from ndlightnet.ops.recurrence.selective import selective_scan
 from ndlightnet.ops.recurrence.ssm import diagonal_ssm, discretize, legs, powers, zero_order_hold
 from ndlightnet.ops.recurrence.wkv import mean, merge, token, weighted_sums
@@ -157,3 +159,19 @@ def test_s4_mamba_and_rwkv_are_the_oracles(load_oracle, float64, close):
     past, _ = weighted_sums(k[None], v[None], torch.full((1, 1, 1), 0.3))
     y = mean(merge(past, token(k[None] + 0.7, v[None])))
     close(y[0, :, 0], read[:, 0] / read[:, 1], 1e-12)
+
+
+@pytest.mark.parametrize("size", [14, 70])
+def test_products_of_channels_read_matrices_that_blas_takes(size):
+    """Others are copied one by one on a CPU."""
+    products = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.bmm.default:
+                products.append([1 in x.stride()[1:] for x in args])
+            return func(*args, **(kwargs or {}))
+
+    with Products():
+        line_scan(torch.randn(3, size, 5), torch.randn(5, 4), -torch.rand(4))
+    assert products and all(map(all, products))
