@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == "figure":
             output.draw(cells, options.out / "scans.png")
         if name == "sweep" and options.figure:
-            output.draw_sweep(cells, options.figure)
+            output.draw(cells, options.figure)
         if name == "stream":
             network_rows.draw_stream(bench.facts, options.out / "stream.png")
     for fact, value in bench.facts.items():

@@ -104,27 +104,19 @@ def write(bench: Bench, folder: Path) -> None:
     (folder / "bench.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def draw_sweep(cells: Sequence[Run], path: Path) -> None:
-    """Draw nanoseconds a token over size, both on logarithmic axes, with a panel for each pass."""
-    panels = []
-    for direction, title in PASSES.items():
-        points: dict[str, dict[int, float]] = {}
-        for c in cells:
-            if (c["pass"], c["who"]) == (direction, "ours") and c["ms"] is not None:
-                points.setdefault(c["row"], {})[c["size"]] = 1e6 * c["ms"] / c["length"]
-        lines = {row: plots.Line([*line], torch.tensor([[*line.values()]])) for row, line in points.items()}
-        panels.append(plots.Panel("size", lines, title, "ns a token", base=2, ylog=True))
-    plots.draw(path, panels)
-
-
 def draw(cells: Sequence[Run], path: Path) -> None:
-    """Draw milliseconds over length, both on logarithmic axes, with a panel for each pass."""
+    """Draw milliseconds over length, or nanoseconds a token over the size of a sweep, both on logarithmic axes, with a
+    panel for each pass."""
+    sweep = any(cell["size"] for cell in cells)
+    key, x, labels = ("row", "size", {c["row"]: c["row"] for c in cells}) if sweep else ("who", "length", LINES)
     panels = []
     for direction, title in PASSES.items():
         lines = {}
-        for who, label in LINES.items():
-            of_row = [c for c in cells if (c["pass"], c["who"]) == (direction, who) and c["ms"] is not None]
-            if points := sorted((c["length"], c["ms"]) for c in of_row):
-                lines[label] = plots.Line([n for n, _ in points], torch.tensor([[ms for _, ms in points]]))
-        panels.append(plots.Panel("tokens", lines, title, "ms", base=2, ylog=True))
+        timed = [c for c in cells if c["pass"] == direction and c["ms"] is not None]
+        for name, label in labels.items():
+            of_name = [c for c in timed if c[key] == name and (c["who"] == "ours" or not sweep)]
+            if points := sorted((c[x], 1e6 * c["ms"] / c["length"] if sweep else c["ms"]) for c in of_name):
+                lines[label] = plots.Line([n for n, _ in points], torch.tensor([[y for _, y in points]]))
+        xlabel, ylabel = ("size", "ns a token") if sweep else ("tokens", "ms")
+        panels.append(plots.Panel(xlabel, lines, title, ylabel, base=2, ylog=True))
     plots.draw(path, panels)

@@ -39,7 +39,7 @@ def sweep(bench: Bench) -> None:
     threads, on_card = torch.get_num_threads(), bench.device.type == "cuda"
     torch.set_num_threads(threads if on_card else 1)
     try:
-        for row in (lines, attention, windows, frames, local, streams, sides):
+        for row in (lines, attention, frames, local, streams, sides):
             for direction in PASSES:
                 for p in [p for p in row(bench, on_card) if direction in p.tensors]:
                     x = p.inputs()[0]
@@ -97,24 +97,17 @@ def attention(bench: Bench, on_card: bool) -> Iterator[Point]:
             yield Point(f"{row}, length", n, run, inputs, attention_rows.TENSORS, count * n)
 
 
-def windows(bench: Bench, on_card: bool) -> Iterator[Point]:
-    """Windows over frames of one token, up to all frames."""
-    total = 16384 if on_card else 2048
-    for n in bench.some([*SHORT, 1024, total - 1, total]):
-        run = partial(_causal, frames=total, window=n, impl=bench.impl)
-        yield Point("window", n, run, _qkv(bench, 1, total), attention_rows.TENSORS, total)
-
-
 def frames(bench: Bench, on_card: bool) -> Iterator[Point]:
-    """Frames of several tokens."""
-    for n in bench.some(SHORT):
-        count = (16384 if on_card else 2048) // n
-        run = partial(_causal, frames=count, impl=bench.impl)
-        yield Point("tokens a frame", n, run, _qkv(bench, 1, count * n), attention_rows.TENSORS, count * n)
+    """Windows over frames of one token, up to all frames; and frames of several tokens."""
+    total = 16384 if on_card else 2048
+    rows = [("window", n, 1, n) for n in bench.some([*SHORT, 1024, total - 1, total])]
+    for row, size, each, window in rows + [("tokens a frame", n, n, None) for n in bench.some(SHORT)]:
+        count = total // each
 
+        def run(q: Tensor, k: Tensor, v: Tensor, count: int = count, window: int | None = window) -> Tensor:
+            return ops.axis_causal_attention(q, k, v, count, window=window, return_state=False, impl=bench.impl)[0]
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, frames: int, **options: Any) -> Tensor:
-    return ops.axis_causal_attention(q, k, v, frames, return_state=False, **options)[0]
+        yield Point(row, size, run, _qkv(bench, 1, count * each), attention_rows.TENSORS, count * each)
 
 
 def local(bench: Bench, on_card: bool) -> Iterator[Point]:
