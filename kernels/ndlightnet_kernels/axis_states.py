@@ -38,6 +38,7 @@ KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 SUMS = {2: (64, 64, 4, 3, 2), 4: (64, 64, 4, 3, 2)}
 READ = {2: (64, 64, 8, 3, 2), 4: (64, 64, 4, 3, 2)}
 GRAD = {2: (64, 64, 4, 1, 2), 4: (64, 32, 4, 1, 2)}
+BLOCKS = 4  # blocks of states that a program reads
 
 
 @triton.jit
@@ -175,7 +176,8 @@ def _read_kernel(
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
     C: tl.constexpr,
     FLIP: tl.constexpr,
     LONG: tl.constexpr,
@@ -183,14 +185,15 @@ def _read_kernel(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add to y what the states that enter a tile, times their coefficients, give its tokens."""
+    """Add to y what the states that enter a tile, times their coefficients, give its tokens: those of
+    some blocks, whose powers stay in shared memory."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
     rows: tl.constexpr = STATES * WAYS
     dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
     c = tl.program_id(0) * C + tl.arange(0, C)
     r = tl.arange(0, TILE)
     powers = ()
-    for block in tl.static_range(BLOCKS):
+    for block in tl.static_range(FIRST, LAST):
         k, ok_k, way = _block(block, STATES, ROWS)
         # the states are those of the token before the first that reads them
         since = TILE - _from_end(r, (way == 0) != FLIP, TILE)
@@ -198,12 +201,12 @@ def _read_kernel(
     for tile in range(tl.program_id(1), lines * tiles, tl.num_programs(1)):
         j = tile // inner % tiles
         out = tl.zeros((TILE, C), tl.float32)
-        for block in tl.static_range(BLOCKS):
+        for block in tl.static_range(FIRST, LAST):
             k, ok_k, way = _block(block, STATES, ROWS)
             enters = tl.where((way == 0) != FLIP, j > 0, j < tiles - 1)
             at = (tl.cast(tile, tl.int64) * dim + c)[:, None] * rows + k[None]
             value = tl.load(entering + at, mask=(c < dim)[:, None] & (ok_k & enters)[None], other=0.0)
-            out = tl.dot(powers[block], tl.trans(value.to(OPERAND)), out, input_precision=PRECISION)
+            out = tl.dot(powers[block - FIRST], tl.trans(value.to(OPERAND)), out, input_precision=PRECISION)
         at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
         ok = axis_lines.valid(mask, at, ok, MASK)[:, None] & (c < dim)[None]
         to = y + at[:, None] * dim + c[None]
@@ -388,12 +391,15 @@ def read(
 ) -> None:
     """Add to y what the states that enter its tiles, times their coefficients, give its tokens."""
 
-    def make() -> Launch:
+    def make() -> list[Launch]:
         grid, blocks, constants = _plan(y, states, lines, products, READ, joint=True)
-        return Launch(_read_kernel, grid, **constants, BLOCKS=blocks, FLIP=flip, MASK=mask is not None)
+        constants |= {"FLIP": flip, "MASK": mask is not None}
+        firsts = range(0, blocks, BLOCKS)
+        return [Launch(_read_kernel, grid, FIRST=i, LAST=min(blocks, i + BLOCKS), **constants) for i in firsts]
 
     key = (y.device, y.dtype, y.shape, mask is None, axis_lines.key([lines]), states.each, states.ways, products, flip)
-    remembered(("read", *key), make)(y, mask, lines.table, states.rates, weighed)
+    for launch in remembered(("read", *key), make):
+        launch(y, mask, lines.table, states.rates, weighed)
 
 
 def weights_grad(

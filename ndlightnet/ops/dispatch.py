@@ -77,9 +77,9 @@ def supported(
     """Return whether `operation` has a Triton kernel for these tensors.
 
     x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan" and "local_mixing",
-    (..., dim) for "norm_gate" and "swiglu", (batch, channels, *space) for "instance_norm_silu". v: values. others:
-    further inputs (queries, a State, the weight (taps, dim) of "local_mixing"). position: a Position. Where any input
-    needs a gradient, the kernel must have a backward. A Support is true, or false with a `reason`.
+    (..., dim) for "add_norm", "norm_gate" and "swiglu", (batch, channels, *space) for "instance_norm_silu". v: values.
+    others: further inputs (queries, a State, the weight (taps, dim) of "local_mixing"). position: a Position. Where any
+    input needs a gradient, the kernel must have a backward. A Support is true, or false with a `reason`.
     """
     if operation not in OPERATIONS or "triton" not in OPERATIONS[operation].implementations:
         operations = sorted(name for name, has in OPERATIONS.items() if "triton" in has.implementations)
