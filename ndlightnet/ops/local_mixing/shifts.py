@@ -111,7 +111,9 @@ def _convolve(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
     conv = torch.nn.functional.conv2d if len(box) == 2 else torch.nn.functional.conv3d
     with exact(x):
         u = conv(cells, kernel.movedim(-1, 0)[:, None], padding=padding, groups=x.shape[-1])
-    return u.movedim(1, -1)
+    u = u.movedim(1, -1)
+    # not as a view: what an autograd.Function returns as one cannot be changed in place
+    return u.new_empty(0).set_(u.untyped_storage(), u.storage_offset(), u.shape, u.stride())  # type: ignore[no-untyped-call]
 
 
 def _groups(offsets: Offsets) -> list[list[int]]:
