@@ -30,10 +30,10 @@ def dropped(x: Tensor | None) -> AbstractContextManager[Any]:
     function, version = getattr(node, "recompute", (None, None))
     if function is None or x._version != version:
         return nullcontext()
-    same = x.data_ptr(), x.shape, x.stride()
+    same = _place(x)
 
     def pack(saved: Tensor) -> Any:
-        if (saved.data_ptr(), saved.shape, saved.stride()) == same:
+        if _place(saved) == same:
             return None
         return saved, saved._version
 
@@ -52,6 +52,11 @@ def dropped(x: Tensor | None) -> AbstractContextManager[Any]:
         return kept
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    # no data_ptr: tensors without numbers (meta, fake) have none
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
 
 def _may_hook() -> bool:
