@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import grad, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -125,6 +126,15 @@ def test_the_reader_of_a_block_keeps_none_of_its_output(reader, inputs, close):
     for result in results:
         for one, two in zip(result, expected, strict=True):
             close(one, two, 1e-12)
+
+
+@pytest.mark.filterwarnings("error")
+def test_blocks_of_tensors_without_numbers():
+    """To count what a step needs."""
+    with FakeTensorMode():
+        blocks, x = nn.Sequential(ConvBlock(2, 3, 4), ConvBlock(2, 4, 4)), torch.randn(2, 3, 6, 5)
+        blocks(x).sum().backward()
+        assert all(p.grad.shape == p.shape for p in blocks.parameters())
 
 
 def test_a_change_between_forward_and_backward_is_refused():
