@@ -52,7 +52,7 @@ class _InSlabs:
         padding = [0, *self.padding[1:]] if slabs else self.padding  # `_read` has that along the first axis
         options = self.stride, padding, self.dilation, self.transposed, self.output_padding, self.groups
         y: Tensor = _Convolve.apply(slabs, None if product else options, *inputs)
-        return recomputable(y, _Convolve.again) if product and bias is None else y
+        return recomputable(y, _Convolve.again, x) if product and bias is None else y
 
     def _by_steps(self: Any, x: Tensor) -> bool:
         """Return whether gradients are computed one after the other, so that less is alive at a time."""
