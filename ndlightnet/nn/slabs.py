@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 
 from ndlightnet.ops.dtypes import product_dtype
 from ndlightnet.ops.plain import plain
@@ -24,6 +25,7 @@ LINES = 20480  # up to so many lines of numbers torch convolves one sample witho
 PRODUCTS = 2**20  # from so many products on, oneDNN gains more than two halves cost
 GPUS = ("cuda",)  # where the gradients of a convolution are made one after the other
 CELLS = 2**14  # of a product for the gradient of a weight
+SAMPLES = 32  # from so many on, products of whole samples fill a GPU
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,14 @@ class _InSlabs:
 
     def _by_slabs(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return the convolution of x in slabs, or as a product, None if it is to be torch's of the whole."""
-        slabs, product = self._slabs(x), self._is_product(x)
+        slabs, product = self._slabs(x), self._is_product(x, weight)
         if not (slabs or product or self._by_steps(x)):
             return None
         inputs: list[Any] = [t if t is None else t.to(product_dtype(t)) for t in (x, weight, bias)]  # as autocast does
         padding = [0, *self.padding[1:]] if slabs else self.padding  # `_read` has that along the first axis
         options = self.stride, padding, self.dilation, self.transposed, self.output_padding, self.groups
         y: Tensor = _Convolve.apply(slabs, None if product else options, *inputs)
-        return recomputable(y, _Convolve.again) if product and bias is None else y
+        return recomputable(y, _Convolve.again, x) if product and bias is None else y
 
     def _by_steps(self: Any, x: Tensor) -> bool:
         """Return whether gradients are computed one after the other, so that less is alive at a time."""
@@ -59,9 +61,11 @@ class _InSlabs:
         plainly = self.padding_mode == "zeros" and not isinstance(self.padding, str)
         return x.device.type in GPUS and plainly and x.ndim == 2 + len(self.kernel_size) and x.is_contiguous()
 
-    def _is_product(self: Any, x: Tensor) -> bool:
+    def _is_product(self: Any, x: Tensor, weight: Tensor) -> bool:
         if plain() or self.transposed or self.groups > 1 or x.ndim != 2 + len(self.kernel_size):
             return False
+        if x.shape[1] != weight.shape[1] or product_dtype(x) != product_dtype(weight):
+            return False  # torch's convolution says what is wrong
         padding = {0} if isinstance(self.padding, str) else set(self.padding)
         return {*self.kernel_size, *self.stride} == {1} and padding == {0} and x.is_contiguous()
 
@@ -131,19 +135,32 @@ class _Convolve(torch.autograd.Function):
             inputs = [x]
             del x
             return None, None, *_gradients(dy, inputs, weight, ctx.bias, ctx.options, needed)
-        dx = torch.zeros_like(x) if needed[0] else None
+        dx, done = torch.empty_like(x) if needed[0] else None, 0
         sums: list[Tensor | None] = [None, None]  # gradients of weight and bias, float32 or wider
         for slab in ctx.slabs:
             inputs = [_read(x, slab)]
             read, *grads = _gradients(dy.narrow(2, *slab.y), inputs, weight, ctx.bias, ctx.options, needed)
             if dx is not None:
-                dx.narrow(2, *slab.x).add_(read.narrow(2, slab.zeros[0], slab.x[1]))
+                done = _add_planes(dx, done, read.narrow(2, slab.zeros[0], slab.x[1]), slab.x[0])
             for at, grad in enumerate(grads):
                 if needed[1 + at]:
                     grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
                     sums[at] = grad if (total := sums[at]) is None else total + grad
             del read, grads
+        if dx is not None:
+            dx.narrow(2, done, x.shape[2] - done).zero_()
         return None, None, dx, *[None if g is None else g.to(weight.dtype) for g in sums]
+
+
+def _add_planes(total: Tensor, done: int, planes: Tensor, start: int) -> int:
+    """Add planes to `total` from plane `start` on, of which the first `done` are written. Return how many are then."""
+    common = min(max(0, done - start), planes.shape[2])
+    if start > done:
+        total.narrow(2, done, start - done).zero_()
+    total.narrow(2, start, common).add_(planes.narrow(2, 0, common))
+    stop = start + planes.shape[2]
+    total.narrow(2, start + common, stop - start - common).copy_(planes.narrow(2, common, stop - start - common))
+    return max(done, stop)
 
 
 def _convolved(slabs: Sequence[_Slab], options: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -163,9 +180,14 @@ def _convolved(slabs: Sequence[_Slab], options: Any, x: Tensor, weight: Tensor, 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Tensor:
     if options is not None:
         return torch.convolution(x, weight, bias, *options)
+    if weight.shape[1] == 1:  # there is nothing to sum, and torch multiplies faster in a convolution
+        multiplied: Tensor = getattr(nn.functional, f"conv{x.ndim - 2}d")(x, weight, bias)
+        return multiplied
     y = _product(weight.flatten(1), x.flatten(2))
     y = y if bias is None else y.add_(bias[:, None])
-    return y.view(*y.shape[:2], *x.shape[2:])
+    # no view: what a Function returns may be changed in place
+    result: Tensor = torch.ops.aten._unsafe_view(y, [*y.shape[:2], *x.shape[2:]])
+    return result
 
 
 def _product(weight: Tensor, cells: Tensor) -> Tensor:
@@ -191,6 +213,8 @@ def _gradients(
         dx = _product(matrix.t(), pull).view(shape) if wants_x else None
         return [dx, dweight, pull.sum((0, 2)) if wants_bias else None]
     backward = torch.ops.aten.convolution_backward
+    if not torch.compiler.is_compiling():  # whose strict mode reads no layouts
+        dy = dy.contiguous(memory_format=suggest_memory_format(x))  # once for both
     if wants_weight or wants_bias:
         _, dweight, dbias = backward(dy, x, weight, bias, *options, [False, wants_weight, wants_bias])
     del x
@@ -203,10 +227,12 @@ def _gradients(
 def _sum_products(a: Tensor, b: Tensor) -> Tensor:
     """Return the sum over the batch and the length n of a (batch, k, n) times b (batch, m, n), float32 or wider: as
     products of `CELLS`, since a product that sums millions of cells to few numbers fills no GPU."""
-    chunks = a.shape[2] // CELLS
+    chunks = a.shape[2] // CELLS if len(a) < SAMPLES else 0
     whole = chunks * CELLS
     acc = torch.promote_types(a.dtype, torch.float32)
     total = torch.bmm(a[..., whole:], b[..., whole:].mT).sum(0, dtype=acc)
+    if not chunks:
+        return total
     for row, column in zip(a[..., :whole], b[..., :whole], strict=True):
         left, right = (x.unflatten(1, (chunks, CELLS)).movedim(1, 0) for x in (row, column))
         total = total + torch.bmm(left, right.mT).sum(0, dtype=acc)

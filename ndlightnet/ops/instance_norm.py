@@ -58,16 +58,16 @@ def instance_norm_silu(
             return _by_torch(x, weight, bias, residual, eps, layout)
         with dropped(residual):
             out = _SlabKernels.apply(*inputs, layout)
-        return recomputable(out, _kernel_again)
+        return recomputable(out, _kernel_again, residual)
     if by_kernel:
         with dropped(residual):
             out = _instance_norm(*inputs)[0]
-        return recomputable(out, _kernel_again)
+        return recomputable(out, _kernel_again, residual)
     if torch.compiler.is_compiling() or plain() or not torch.is_grad_enabled():
         return _by_torch(*inputs)  # torch.compile keeps what it finds best
     with dropped(residual):
         out = _Recomputed.apply(*inputs)
-    return recomputable(out, _torch_again)
+    return recomputable(out, _torch_again, residual)
 
 
 def _kernel_again(node: Any) -> Tensor:

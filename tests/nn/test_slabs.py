@@ -1,5 +1,6 @@
 """Convolutions in slabs against torch's of the whole."""
 
+import re
 import weakref
 
 import pytest
@@ -19,6 +20,7 @@ KINDS = [
     ("Conv", 7, 2, 3),
     ("Conv", 1, 1, 3),
     ("Conv", 2, 1, 9),
+    ("Conv", 2, 5, 0),
     ("ConvTranspose", 2, 2, 0),
     ("ConvTranspose", 3, 3, 0),
 ]
@@ -93,6 +95,39 @@ def test_within_a_compiled_graph(monkeypatch, close):
     y = torch.compile(ours, backend="aot_eager", fullgraph=True)(x)
     close(y, net(x), 1e-12)
     close(*(grad(out.square().sum(), x)[0] for out in (y, net(x))), 1e-12)
+
+
+@pytest.mark.parametrize(("inputs", "bias"), [(1, False), (8, False), (8, True)])
+def test_a_product_may_be_changed_in_place(inputs, bias):
+    net, ours = pair("Conv", 3, 1, 1, 0, channels=(inputs, 4), bias=bias)
+    x = torch.randn(2, inputs, 3, 4, 5, dtype=torch.float64)
+    (expected, *grads), *more = (
+        [y := layer(x).mul_(2), *grad(y.square().sum(), layer.parameters())] for layer in (net, ours)
+    )
+    for one, two in zip(more[0], [expected, *grads], strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("inputs", [1, 8])
+def test_a_product_of_other_channels_or_dtypes_is_refused_as_torch_does(inputs):
+    net, ours = (m.Conv3d(inputs, 5, 1, bias=False) for m in (torch.nn, slabs))
+    x = torch.randn(1, inputs, 3, 4, 5)
+    for wrong in (torch.randn(1, 5, 3, 4, 5), x.double(), x.bfloat16(), x.long()):
+        with pytest.raises(RuntimeError) as expected:
+            net(wrong)
+        with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+            ours(wrong)
+
+
+def test_products_of_many_samples_are_not_cut(monkeypatch, close):
+    """Nor is there a product for each of them."""
+    net, ours = pair("Conv", 2, 1, 1, 0)
+    monkeypatch.setattr(slabs, "CELLS", 16)
+    x, bmm, calls = torch.randn(slabs.SAMPLES, 2, 9, 5, dtype=torch.float64, requires_grad=True), torch.bmm, []
+    monkeypatch.setattr(torch, "bmm", lambda *args: calls.append(1) or bmm(*args))
+    for one, two in zip(gradients(ours(x), x, ours), gradients(net(x), x, net), strict=True):
+        close(one, two, 1e-12)
+    assert len(calls) == 3  # the result, two gradients
 
 
 @pytest.mark.parametrize(("kind", "kernel", "stride", "padding"), KINDS)

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import grad, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,6 +17,7 @@ from ndlightnet.layout import cut_patches, uncut_patches
 from ndlightnet.nn import convolutional, slabs
 from ndlightnet.nn.convolutional import ConvBlock, NormSiLU
 from ndlightnet.nn.separable import LocalBlock
+from ndlightnet.ops import instance_norm, recompute
 
 
 def test_instance_norm_is_torchs(close):
@@ -125,6 +127,28 @@ def test_the_reader_of_a_block_keeps_none_of_its_output(reader, inputs, close):
     for result in results:
         for one, two in zip(result, expected, strict=True):
             close(one, two, 1e-12)
+
+
+def test_a_long_chain_of_residuals_is_not_computed_again_for_each_block(monkeypatch, close):
+    calls, again = [], instance_norm._torch_again
+    monkeypatch.setattr(instance_norm, "_torch_again", lambda node: calls.append(1) or again(node))
+    blocks = nn.Sequential(*[ConvBlock(2, 3, 3) for _ in range(15)]).double()
+    x = torch.randn(2, 3, 6, 5, dtype=torch.float64, requires_grad=True)
+    results = grad(blocks(x).square().sum(), [x, *blocks.parameters()])
+    assert 0 < len(calls) <= 15 * 2 * (1 + recompute.MOST)
+    with saved_tensors_hooks(lambda saved: saved, lambda packed: packed):
+        expected = grad(blocks(x).square().sum(), [x, *blocks.parameters()])
+    for one, two in zip(results, expected, strict=True):
+        close(one, two, 1e-12)
+
+
+@pytest.mark.filterwarnings("error")
+def test_blocks_of_tensors_without_numbers():
+    """To count what a step needs."""
+    with FakeTensorMode():
+        blocks, x = nn.Sequential(ConvBlock(2, 3, 4), ConvBlock(2, 4, 4)), torch.randn(2, 3, 6, 5)
+        blocks(x).sum().backward()
+        assert all(p.grad.shape == p.shape for p in blocks.parameters())
 
 
 def test_a_change_between_forward_and_backward_is_refused():
