@@ -212,14 +212,21 @@ def test_an_upward_import_is_caught_and_a_downward_one_passes(path, source, wron
 CHILD = """
 import json, sys
 import ndlightnet
-assert "torch" not in sys.modules
+assert ndlightnet.__version__ and "torch" not in sys.modules
 import torch
 before = set(sys.modules)
 from ndlightnet import NDLightNet
 assert set(ndlightnet.__all__) < set(vars(ndlightnet)) and ndlightnet.nn.mixers is ndlightnet.mixers
-assert not hasattr(ndlightnet, "NDLightNets")
+ndlightnet.NDLightNet = "of a test"
+assert not hasattr(ndlightnet, "NDLightNets") and ndlightnet.NDLightNet == "of a test"
 print(json.dumps(sorted({m.split(".")[0] for m in set(sys.modules) - before})))
 """
+
+
+@pytest.mark.slow
+def test_names_are_listed_before_one_is_used():
+    code = "import ndlightnet; assert 'NDLightNet' in dir(ndlightnet)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.slow

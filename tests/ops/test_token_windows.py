@@ -4,7 +4,9 @@ test_attention_edges.py padding and extreme logits."""
 import pytest
 import torch
 from torch.autograd import grad
+from torch.export import Dim, export
 
+from ndlightnet.layout import Grid
 from ndlightnet.ops import axis_causal_attention
 from ndlightnet.ops.lightnet import parallel
 
@@ -53,6 +55,20 @@ def test_no_token_of_a_short_window_has_a_memory(monkeypatch, close):
         grad(out.sum(), inputs)
     q, _, v = inputs
     close(out, torch.nn.functional.silu(q).sum(-1, keepdim=True) * v, 1e-12)
+
+
+class _Window(torch.nn.Module):
+    def forward(self, q, k, v):
+        return axis_causal_attention(q, k, v, Grid((q.shape[1],)), window=3, return_state=False)[0]
+
+
+@pytest.mark.slow
+def test_an_exported_short_window_takes_any_length(close):
+    attend, (*inputs, _) = _Window(), sample((29,), grads=False)
+    run = export(attend, tuple(inputs), dynamic_shapes=[{1: Dim.DYNAMIC}] * 3).module()
+    for n in (14, 30, 31, 200):
+        (*inputs, _) = sample((n,), grads=False)
+        close(run(*inputs), attend(*inputs), 1e-11)
 
 
 def test_no_state_is_made_where_none_is_asked_for():

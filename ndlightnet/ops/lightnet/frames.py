@@ -44,6 +44,8 @@ from ndlightnet.ops.position import Position, offset_gradient, offset_of, relati
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.scan import before, prefix_maximum, scan
 
+MERGED = 16  # frames of a window: with fewer, an exported graph merges States, for any number of frames
+
 
 class Tokens(NamedTuple):
     """Arguments of an attention."""
@@ -230,6 +232,8 @@ def axis_causal_attention(
             out, state = reference.frames(q, k, v, frames, state, position, mask, window, forget)
             return out.to(q.dtype), offset_gradient(state, position, 1)
         by_token = k.shape[1] == frames and not frame.shared
+        if torch.compiler.is_exporting() and window is not None and window < MERGED:
+            by_token = False  # the number of blocks depends on that of frames
         if by_token and window is not None and (state is None or frames >= window):
             out, state = _window(inputs, state, window, forget, chosen, return_state)
             return out, None if state is None else offset_gradient(state, position, 1)
@@ -378,7 +382,7 @@ def _by_triton(tokens: Tokens, frames: int) -> Forms:
 
 def _ragged(tokens: Tokens, layout: Ragged, window: int | None, forget: float | Tensor, impl: Impl) -> Tensor:
     """Run samples end to end: by kernels, to which each frame is a sample, where frames are large
-    enough to have a State each; elsewhere one sample after the other."""
+    enough to have a State each; elsewhere the samples of one shape at a time."""
     q, k, v, mask, position = tokens
     position = packed_position(layout, k, position)
     _check(k, v, mask, position, q)

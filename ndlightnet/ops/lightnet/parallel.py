@@ -202,7 +202,7 @@ class _Causal:
 def chunk_of(length: int) -> int:
     """Return the tokens of a chunk, a power of two: the largest up to CHUNK that adds at most a quarter to the length,
     but LEAST_CHUNK or all tokens at least."""
-    if not isinstance(length, int):  # of an exported graph
+    if torch.compiler.is_exporting():  # for any length
         return CHUNK
     chunk, least = CHUNK, min(LEAST_CHUNK, 1 << (length - 1).bit_length())
     while chunk > least and 4 * missing(length, chunk) > length:
