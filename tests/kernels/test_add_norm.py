@@ -88,6 +88,10 @@ def test_streams_in_16_bits(dtype):
     compare((3, 24), dtype, branch=True, out=5, kind=dtype)
 
 
+def test_a_single_token():
+    compare((24,), BRAIN, branch=True, out=5)
+
+
 @pytest.mark.parametrize("branch", [False, True])
 def test_rows_far_from_0(branch):
     """A mean much larger than the spread: not E[x^2] - E[x]^2."""

@@ -78,6 +78,11 @@ def test_operator():
     torch.testing.assert_close(compiled(x, weight), swiglu(x, weight, "torch").sin())
 
 
+def test_a_single_token():
+    x, pull, weight = random((1, 10), torch.float32)
+    check(x[0], pull[0], weight)
+
+
 def test_another_width_is_refused():
     with pytest.raises(ValueError, match=r"\(3, 5\): expected \(\.\.\., 2 \* dim\), with a weight \(4, 2\)"):
         swiglu(torch.randn(3, 5), torch.randn(4, 2))
