@@ -49,12 +49,12 @@ def norm_linear(x: Tensor, y: Tensor | None, norm: nn.Module, *layers: nn.Linear
     return x, joint_linear(normed, *layers)
 
 
-def fuses(x: Tensor, norm: nn.Module) -> bool:
+def fuses(x: Tensor, norm: Any) -> bool:
     """Return whether the residual add and a norm are one operator: on a GPU, of a LayerNorm of the last axis that has
     a weight, a bias and no hooks. Exported graphs keep operations that other programs know and compilers fuse."""
     if not x.is_cuda or exporting() or not _plain(norm, nn.LayerNorm):
         return False
-    return norm.bias is not None and norm.weight.ndim == 1  # type: ignore[operator]
+    return norm.bias is not None and norm.weight.ndim == 1
 
 
 def _parameters(norm: Any) -> tuple[Tensor, Tensor, float]:

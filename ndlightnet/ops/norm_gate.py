@@ -34,9 +34,10 @@ def norm_gate(
     has the dtype of products (16 bits under autocast); without `proj` that of y, with torch that of its layer_norm
     (float32 under autocast).
     """
-    for name, x in (("gate", gate if up is None else None), ("local", local)):
-        if x is not None and x.shape != y.shape:
-            raise ValueError(f"{name} {tuple(x.shape)}: expected the shape of y, {tuple(y.shape)}")
+    mapped = ("gate", gate.shape) if up is None else ("gate mapped by up", (*gate.shape[:-1], up.shape[0]))
+    for name, shape in (mapped, ("local", y.shape if local is None else local.shape)):
+        if shape != y.shape:
+            raise ValueError(f"{name} {tuple(shape)}: expected the shape of y, {tuple(y.shape)}")
     if resolve("norm_gate", impl, y) == "triton":
         dtype = product_dtype(y) if proj is not None else y.dtype
         up, proj = (None if x is None else x.to(dtype) for x in (up, proj))
