@@ -111,6 +111,16 @@ def test_hooks_see_normed_tokens(as_on_a_gpu):
     torch.testing.assert_close(seen[0].view(x.shape), block.norm1(x))
 
 
+def test_a_mixer_with_a_mix_of_its_own_gets_normed_tokens(as_on_a_gpu):
+    class Doubled(LightNetAttention):
+        def mix(self, x, layout, mask, causal):
+            return 2 * super().mix(x, layout, mask, causal)
+
+    x, block = torch.randn(1, 2, 3, DIM, device=DEVICE), make(mixer=lambda dim: Doubled(dim, HEADS, dims=2))
+    mixed = x + block.mixer(block.norm1(x))
+    torch.testing.assert_close(block(x), mixed + block.mlp(block.norm2(mixed)))
+
+
 def test_another_mlp_is_called(as_on_a_gpu):
     """A wrapper, which passes other attributes on, as those of FSDP and of checkpointing do."""
 
