@@ -32,9 +32,15 @@ def check_integers(least: int, **arguments: Any) -> None:
             raise ValueError(f"{name}={value!r}: expected an int >= {least}")
 
 
+def exporting() -> bool:
+    """Return whether torch.export traces: torch.compiler.is_exporting, which torch 2.11 takes for true in all that
+    torch.compile traces."""
+    return torch.compiler._is_exporting_flag
+
+
 def check_not_empty(space: Sequence[int], x: Tensor) -> None:
     """Raise ValueError for an input of no cells or words; an exported graph does not check."""
-    if not torch.compiler.is_exporting() and 0 in space:
+    if not exporting() and 0 in space:
         raise ValueError(f"input {tuple(x.shape)}: expected 1 or more cells along each axis")
 
 

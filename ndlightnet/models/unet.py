@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import per_axis
-from ndlightnet.layout.abstract import check_integers, check_not_empty
+from ndlightnet.layout.abstract import check_integers, check_not_empty, exporting
 from ndlightnet.models.config import accept_other_names, recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.large import Large
@@ -351,11 +351,8 @@ def _cropped(x: Tensor, like: Tensor, channel_axis: int) -> Tensor:
     """Crop x to the first cells along each axis, as many as `like` has."""
     first = 2 if channel_axis == 1 else 1
     for axis, size in enumerate(like.shape[first : first + like.ndim - 2], start=first):
-        if torch.compiler.is_exporting():
-            # a view that crops nothing is contiguous, and torch.export would assume that for all
-            x = x.index_select(axis, torch.arange(size, device=x.device))
-        else:
-            x = x.narrow(axis, 0, size)
+        # a view that crops nothing is contiguous, and torch.export would assume that for all
+        x = x.index_select(axis, torch.arange(size, device=x.device)) if exporting() else x.narrow(axis, 0, size)
     return x
 
 
@@ -364,4 +361,4 @@ def _padded(x: Tensor, step: Sequence[int]) -> Tensor:
     pairs = zip(reversed(x.shape[2:]), reversed(step), strict=True)
     missing = [amount for size, by in pairs for amount in (0, -size % by)]
     # torch copies x where nothing is missing, but an exported graph takes any size
-    return nn.functional.pad(x, missing) if torch.compiler.is_exporting() or any(missing) else x
+    return nn.functional.pad(x, missing) if exporting() or any(missing) else x

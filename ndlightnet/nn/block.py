@@ -53,13 +53,14 @@ class GLU(Initialized):
             return swiglu(joint_linear(x, self.gate_proj, self.up_proj), self.down_proj.weight)
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
-    def after(self, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return the residual stream x + y, and the map of its norm."""
-        if joins(x, self.gate_proj, self.up_proj, self.down_proj) and not hooked(self):
-            x, hidden = norm_linear(x, y, norm, self.gate_proj, self.up_proj)
-            return x, swiglu(hidden, self.down_proj.weight)
-        x, normed = residual_norm(x, y, norm)
-        return x, self(normed)
+
+def map_after(mlp: nn.Module, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the residual stream x + y, and the map of its norm by a GLU or another module, such as a wrapped one."""
+    if type(mlp) is GLU and joins(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj) and not hooked(mlp):
+        x, hidden = norm_linear(x, y, norm, mlp.gate_proj, mlp.up_proj)
+        return x, swiglu(hidden, mlp.down_proj.weight)
+    x, normed = residual_norm(x, y, norm)
+    return x, mlp(normed)
 
 
 def mix(
@@ -96,7 +97,7 @@ class Block(Initialized):
         grid = layout or layout_of_tokens(x)
         y, mask = grid.tokens(x), grid.flatten_mask(mask)
         branch = self.drop_path(mix(self.mixer, y, mask, causal, grid, self.norm1), grid)
-        y, branch = self.mlp.after(y, branch, self.norm2)
+        y, branch = map_after(self.mlp, y, branch, self.norm2)
         return (y + self.drop_path(branch, grid)).reshape(x.shape)
 
     def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Any:
@@ -108,7 +109,7 @@ class Block(Initialized):
         and the next state. state: after the `position` (batch,) frames so far."""
         _, normed = residual_norm(x, None, self.norm1)
         y, state = streaming(self.mixer).advance(normed, state, position, layout)
-        x, y = self.mlp.after(x, self.drop_path(y), self.norm2)
+        x, y = map_after(self.mlp, x, self.drop_path(y), self.norm2)
         return x + self.drop_path(y), state
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid
+from ndlightnet.layout.abstract import exporting
 from ndlightnet.nn import slabs
 from ndlightnet.nn.layers import GridLayer
 from ndlightnet.nn.stem import torch_layer
@@ -79,7 +80,7 @@ class ConvBlock(GridLayer):
 def _convolve(conv: Any, x: Tensor, layout: Grid | None = None) -> Tensor:
     """Apply a convolution without bias. onnxscript 0.7.2 writes a bias of two axes where a Conv3d
     has none, which no runtime accepts: an exported graph gets zeros."""
-    if torch.compiler.is_exporting() and isinstance(conv, nn.Conv3d):
+    if exporting() and isinstance(conv, nn.Conv3d):
         return conv._conv_forward(x, conv.weight, x.new_zeros(conv.out_channels))
     if layout is not None and layout.axis is not None:
         return _convolve_slab(conv, x, layout, 2 + layout.axis)

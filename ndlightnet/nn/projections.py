@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.layout.abstract import exporting
 from ndlightnet.ops import add_norm
 
 
@@ -48,10 +49,10 @@ def norm_linear(x: Tensor, y: Tensor | None, norm: nn.Module, *layers: nn.Linear
     return x, joint_linear(normed, *layers)
 
 
-def fuses(x: Tensor, norm: nn.Module) -> bool:
+def fuses(x: Tensor, norm: Any) -> bool:
     """Return whether the residual add and a norm are one operator: on a GPU, of a LayerNorm of the last axis that has
-    a weight, a bias and no hooks."""
-    if not (x.is_cuda and isinstance(norm, nn.LayerNorm) and _plain(norm, nn.LayerNorm)):
+    a weight, a bias and no hooks. Exported graphs keep operations that other programs know and compilers fuse."""
+    if not x.is_cuda or exporting() or not _plain(norm, nn.LayerNorm):
         return False
     return norm.bias is not None and norm.weight.ndim == 1
 
@@ -76,5 +77,6 @@ def _plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def hooked(layer: nn.Module) -> bool:
+    """Return whether a call does more than the class's `forward`, whose weights may lie elsewhere until then."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    return any(hooks)
+    return any(hooks) or "forward" in vars(layer)  # that of accelerate's offloading

@@ -111,6 +111,11 @@ def kernel(module: str, name: str, **options: Any) -> Callable[..., Any]:
     return call
 
 
+def weight_gradient(dout: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of a weight (out, dim) that mapped x (..., dim), from that of the result (..., out)."""
+    return dout[None].flatten(0, -2).T @ x[None].flatten(0, -2)
+
+
 Types = dict[str, str]
 
 

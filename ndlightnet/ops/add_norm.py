@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
-from ndlightnet.ops._operator import Gradient, Operator, kernel
+from ndlightnet.ops._operator import Gradient, Operator, kernel, weight_gradient
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import product_dtype
 from ndlightnet.ops.norm_gate import MOST_ROW
@@ -93,7 +93,7 @@ def _backward(
     dnormed = dout if proj is None else dout @ proj
     again = needs_proj and proj is not None
     *grads, normed = _kernel_backward(dstream, dnormed, weight, bias, unit, rstd, of, has_y, again)
-    return *grads, dout.flatten(0, -2).T @ normed.flatten(0, -2) if again else None
+    return *grads, weight_gradient(dout, normed) if again else None
 
 
 def _formula(
@@ -124,7 +124,7 @@ def _formula(
     if dstream is not None and has_y:
         d = d + dstream
     normed = (u * weight + bias).to(unit.dtype)
-    dproj = None if proj is None else dout.flatten(0, -2).T @ normed.flatten(0, -2)
+    dproj = None if proj is None else weight_gradient(dout, normed)
     dweight, dbias = (x.sum(tuple(rows)).to(weight.dtype) for x in (dnormed * u, dnormed))
     return d.to(of, copy=True), d.to(unit.dtype, copy=True) if has_y else None, dweight, dbias, dproj
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.layout.abstract import exporting
+
 MOST_AXES = 8
 
 
@@ -47,6 +49,6 @@ def axes_reason(axes: int) -> str:
 
 def sizes_reason(x: Tensor) -> str:
     """Return why kernels whose programs depend on the sizes of x cannot be exported."""
-    if torch.compiler.is_exporting() and any(isinstance(n, torch.SymInt) for n in x.shape):
+    if exporting() and any(isinstance(n, torch.SymInt) for n in x.shape):
         return "sizes that an exported graph leaves open: its programs depend on them"
     return ""

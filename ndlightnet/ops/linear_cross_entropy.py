@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ndlightnet.ops.dtypes import product_dtype
+
 MOST, LEAST = 2**24, 1024  # logits of a chunk; fewer tokens would not fill a card
 
 
@@ -26,14 +28,12 @@ def linear_cross_entropy(
     """
     if target.shape != x.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(f"target {tuple(target.shape)} {target.dtype}: expected {tuple(x.shape[:-1])} torch.int64")
-    kind = x.device.type
-    dtype = x.dtype
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = product_dtype(x)
     x, weight, bias = (y if y is None else y.to(dtype) for y in (x, weight, bias))  # type: ignore[assignment]
     if not torch.is_grad_enabled():  # no gradients are computed
         x, weight, bias = (y if y is None else y.detach() for y in (x, weight, bias))  # type: ignore[assignment]
-    out: Tensor = _LinearCrossEntropy.apply(x.flatten(0, -2), weight, target.flatten(), bias, ignore_index)  # type: ignore
+    rows = x[None].flatten(0, -2)
+    out: Tensor = _LinearCrossEntropy.apply(rows, weight, target.flatten(), bias, ignore_index)  # type: ignore
     return out
 
 
@@ -47,6 +47,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dbias = torch.zeros_like(bias, dtype=exact) if need_bias else None  # type: ignore[arg-type]
         total = x.new_zeros((), dtype=exact)
         size = max(LEAST, MOST // len(weight))
+        # a sum over a chunk could be above the largest number of float16
+        scale = 2.0 ** -(size.bit_length() // 2) if x.dtype == torch.float16 else 1.0
         for start in range(0, len(x), size):
             rows, labels = x[start : start + size], target[start : start + size, None]
             counts = labels != ignore_index
@@ -65,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dx is not None:
                 dx[start : start + size] = slope @ weight
             if dweight is not None:
-                dweight += slope.mT @ rows
+                dweight.add_(slope.mT @ (rows if scale == 1 else rows * scale), alpha=1 / scale)
         count = (target != ignore_index).sum()
         ctx.save_for_backward(dx, dweight, dbias, count)
         ctx.dtype = x.dtype

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import per_axis
+from ndlightnet.layout.abstract import exporting
 from ndlightnet.ops.dispatch import TRANSFORMED, Support
 from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.limits import device_reason
@@ -133,7 +134,7 @@ def flash_support(q: Tensor, bias: Sequence[Tensor], mask: Tensor | None) -> Sup
         return Support(f"{q.ndim - 3} axes: expected one")
     if len(bias) or mask is not None:
         return Support(f"{'biases' if len(bias) else 'a mask'}: expected none")
-    if torch.compiler.is_exporting():
+    if exporting():
         return Support("an exported graph, which could not call it outside Python")
     if not q.is_cuda:
         return Support(f"tensors on {q.device.type}: expected cuda")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, silu
 
-from ndlightnet.ops._operator import Gradient, Operator, kernel
+from ndlightnet.ops._operator import Gradient, Operator, kernel, weight_gradient
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import product_dtype
 
@@ -30,16 +30,19 @@ def norm_gate(
     """Return (LayerNorm(y) * weight + bias) * sigmoid(gate), plus SiLU(local) if there is one, mapped by `proj`.
 
     y, gate, local: (..., dim); weight, bias: (dim,); proj: (out, dim). up: (dim, rank), a map of a gate (..., rank).
-    Statistics are float32 or wider. With Triton the result has y's dtype, and the backward computes
-    again what these maps give and take; with torch it has that of its layer_norm (float32 under autocast).
+    Statistics are float32 or wider. With Triton the backward computes again what these maps give and take. The result
+    has the dtype of products (16 bits under autocast); without `proj` that of y, with torch that of its layer_norm
+    (float32 under autocast).
     """
-    for name, x in (("gate", gate if up is None else None), ("local", local)):
-        if x is not None and x.shape != y.shape:
-            raise ValueError(f"{name} {tuple(x.shape)}: expected the shape of y, {tuple(y.shape)}")
+    mapped = ("gate", gate.shape) if up is None else ("gate mapped by up", (*gate.shape[:-1], up.shape[0]))
+    for name, shape in (mapped, ("local", y.shape if local is None else local.shape)):
+        if shape != y.shape:
+            raise ValueError(f"{name} {tuple(shape)}: expected the shape of y, {tuple(y.shape)}")
     if resolve("norm_gate", impl, y) == "triton":
         dtype = product_dtype(y) if proj is not None else y.dtype
         up, proj = (None if x is None else x.to(dtype) for x in (up, proj))
-        out: Tensor = _norm_gate(y.to(dtype), gate.to(dtype), weight, bias, local, up, proj, eps)[0]
+        gate = gate if up is None else gate.to(dtype)
+        out: Tensor = _norm_gate(y.to(dtype), gate, weight, bias, local, up, proj, eps)[0]
         return out
     gate = gate if up is None else linear(gate, up)
     out = layer_norm(y, y.shape[-1:], weight, bias, eps) * gate.sigmoid()
@@ -77,10 +80,10 @@ def _backward(
     logits, again = gate if up is None else linear(gate, up), needs_proj and proj is not None
     d = dout if proj is None else dout @ proj
     dy, dgate, *grads, out = _kernel_backward(d, y, logits, weight, bias, local, mean, rstd, again)
-    dproj = dout.flatten(0, -2).T @ out.flatten(0, -2) if again else None
+    dproj = weight_gradient(dout, out) if again else None
     if up is None:
         return dy, dgate, *grads, None, dproj
-    return dy, dgate @ up, *grads, dgate.flatten(0, -2).T @ gate.flatten(0, -2), dproj
+    return dy, dgate @ up, *grads, weight_gradient(dgate, gate), dproj
 
 
 def _fake(y: Tensor, gate: Any, weight: Any, bias: Any, local: Any, up: Any, proj: Any, _: float) -> Any:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
+from ndlightnet.layout.abstract import exporting
+
 
 def transformed() -> bool:
     """Return whether a transform of torch.func or forward-mode AD is active."""
@@ -23,7 +25,7 @@ def plain() -> bool:
     """Return whether to run plain operations, without writing into a tensor: in transforms,
     torch.export and torch.jit.trace."""
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        return exporting()
     return transformed() or torch._C._get_tracing_state() is not None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from ndlightnet.ops._operator import Gradient, Operator, kernel
+from ndlightnet.ops._operator import Gradient, Operator, kernel, weight_gradient
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import product_dtype
 
@@ -35,7 +35,7 @@ def _by_torch(x: Tensor, weight: Tensor) -> Tensor:
 
 def _backward(dout: Tensor, x: Tensor, weight: Tensor, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
     dx, product = _kernel_backward(dout @ weight, x, needs_weight)
-    return dx, None if product is None else dout.flatten(0, -2).T @ product.flatten(0, -2)
+    return dx, None if product is None else weight_gradient(dout, product)
 
 
 def _backward_by_torch(needed: Any, dout: Tensor, x: Tensor, weight: Tensor, **_: Any) -> list[Tensor | None]:

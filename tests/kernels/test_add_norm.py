@@ -88,6 +88,10 @@ def test_streams_in_16_bits(dtype):
     compare((3, 24), dtype, branch=True, out=5, kind=dtype)
 
 
+def test_a_single_token():
+    compare((24,), BRAIN, branch=True, out=5)
+
+
 @pytest.mark.parametrize("branch", [False, True])
 def test_rows_far_from_0(branch):
     """A mean much larger than the spread: not E[x^2] - E[x]^2."""
@@ -147,18 +151,24 @@ def test_what_is_kept(dtype, size):
 @pytest.mark.parametrize("branch", [False, True])
 @pytest.mark.parametrize("proj", [False, True])
 def test_a_gradient_is_differentiated_again(branch, proj):
+    """Some 30 operations in a row round, each about as far as the inputs: by chance sqrt(30) times what a rounding of
+    the inputs changes, at most 16 times. (Terms cancel: it changes results by up to 270 of their roundings.)"""
     inputs = [torch.randn(3, 8, device=DEVICE), *affine(8), torch.randn(3, 8, device=DEVICE) if branch else None]
     inputs.append(torch.randn(5, 8, device=DEVICE) if proj else None)
-    leaves = [z.requires_grad_() for z in inputs if z is not None]
 
-    def second(impl):
-        x, weight, bias, y, p = inputs
+    def second(impl, dtype, step=0.0):
+        x, weight, bias, y, p = (
+            z if z is None else (z.to(dtype) * (1 + step * torch.randn_like(z).sign())).requires_grad_() for z in inputs
+        )
+        leaves = [z for z in (x, weight, bias, y, p) if z is not None]
         stream, out = add_norm(x, y, weight, bias, impl=impl, proj=p)
         first = grad(stream.sin().sum() + out.sin().sum(), leaves, create_graph=True)
         return grad(sum(z.square().sum() for z in first), leaves)
 
-    for a, b in zip(second("triton"), second("torch"), strict=True):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    exact = second("torch", torch.float64)
+    moved = [second("torch", torch.float64, torch.finfo(torch.float32).eps / 2) for _ in range(4)]
+    for actual, c, *others in zip(second("triton", torch.float32), exact, *moved, strict=True):
+        assert (actual - c).abs().max() <= 16 * max((z - c).abs().max() for z in others)
 
 
 @pytest.mark.parametrize("branch", [False, True])

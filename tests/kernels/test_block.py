@@ -111,6 +111,43 @@ def test_hooks_see_normed_tokens(as_on_a_gpu):
     torch.testing.assert_close(seen[0].view(x.shape), block.norm1(x))
 
 
+def test_a_mixer_with_a_mix_of_its_own_gets_normed_tokens(as_on_a_gpu):
+    class Doubled(LightNetAttention):
+        def mix(self, x, layout, mask, causal):
+            return 2 * super().mix(x, layout, mask, causal)
+
+    x, block = torch.randn(1, 2, 3, DIM, device=DEVICE), make(mixer=lambda dim: Doubled(dim, HEADS, dims=2))
+    mixed = x + block.mixer(block.norm1(x))
+    torch.testing.assert_close(block(x), mixed + block.mlp(block.norm2(mixed)))
+
+
+def test_another_mlp_is_called(as_on_a_gpu):
+    """A wrapper, which passes other attributes on, as those of FSDP and of checkpointing do."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+        def forward(self, x):
+            return 2 * self.inner(x)
+
+    x, block = torch.randn(1, 2, 3, DIM, device=DEVICE), make()
+    once = block(x)
+    block.mlp.down_proj.weight.data *= 2
+    twice = block(x)
+    block.mlp.down_proj.weight.data /= 2
+    for mlp in (Wrapper(block.mlp), torch.nn.Sequential(block.mlp, torch.nn.Identity())):
+        block.mlp = mlp
+        torch.testing.assert_close(block(x), twice if isinstance(mlp, Wrapper) else once)
+
+
 def test_compiled_whole(as_on_a_gpu):
     x, block = torch.randn(1, 2, 3, DIM, device=DEVICE), make()
     expected = results(block, x)

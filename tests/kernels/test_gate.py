@@ -122,6 +122,17 @@ def test_maps_before_and_behind(dtype):
     compare_with_torch(names, results("triton", dtype), low, exact, largest(local))
 
 
+def test_other_shapes_are_refused():
+    """Before a kernel reads beyond them."""
+    y, (weight, bias), up = torch.randn(3, 24, device=DEVICE), affine(24), torch.randn(24, 5, device=DEVICE)
+    for shape, maps, got in (((2, 24), {}, r"gate \(2, 24\)"), ((2, 5), {"up": up}, r"gate mapped by up \(2, 24\)")):
+        for impl in ("torch", "triton"):
+            with pytest.raises(ValueError, match=got + r": expected the shape of y, \(3, 24\)"):
+                norm_gate(y, torch.randn(shape, device=DEVICE), weight, bias, impl=impl, **maps)
+    with pytest.raises(ValueError, match=r"local \(24,\): expected the shape of y"):
+        norm_gate(y, y, weight, bias, local=y[0])
+
+
 def test_no_rows():
     y = torch.zeros(0, 24, device=DEVICE)
     out, _, _, dweight, dbias = ours_norm(y, y, y, *affine(24))

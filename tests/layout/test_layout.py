@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ndlightnet import Grid, NDLightNet, Packed, Ragged, pack
 from ndlightnet.layout import Layout, cut_patches, per_axis
+from ndlightnet.layout.abstract import exporting
 
 SHAPES = ((3, 4, 5), (1, 2, 40), (6, 1, 4))
 
@@ -267,3 +268,18 @@ def test_a_network_names_what_does_not_fit():
         net(net.pack([torch.randn(1, 4, 4)]), torch.ones(1, 4, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="same number of axes"):
         Ragged([(3,), (3, 4)])
+
+
+def test_exporting_is_not_compiling():
+    """In every version of torch, in a function that is traced before an export and again after it."""
+
+    class Shift(torch.nn.Module):
+        def forward(self, x):
+            return x + exporting()
+
+    x = torch.zeros(2)
+    for _ in range(2):
+        assert not exporting() and not Shift()(x).any()
+        assert not torch.compile(Shift(), fullgraph=True, backend="eager")(x).any()
+        for strict in (False, True):
+            assert torch.export.export(Shift(), (x,), strict=strict).module()(x).all()

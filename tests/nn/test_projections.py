@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd import grad
 
 from ndlightnet.nn import block, projections
@@ -59,3 +60,17 @@ def test_adapters_hooks_and_inference_stay_apart():
         watched = nn.Linear(3, 2)
         getattr(watched, hook)(lambda *_: None)
         assert not projections.joins(x, watched, plain[1])
+
+
+def test_a_norm_that_is_more_than_its_weights_is_called(monkeypatch):
+    """One with hooks, or with a `forward` of its own, which brings offloaded weights; and any norm of an export."""
+    with FakeTensorMode():
+        x = torch.empty(2, 3, device="cuda")
+    norm, offloaded, watched = nn.LayerNorm(3), nn.LayerNorm(3), nn.LayerNorm(3)
+    offloaded.forward = offloaded.forward
+    watched.register_forward_hook(lambda *_: None)
+    assert projections.fuses(x, norm)
+    for other in (offloaded, watched, nn.LayerNorm(3, bias=False), nn.RMSNorm(3)):
+        assert not projections.fuses(x, other)
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
+    assert not projections.fuses(x, norm)

@@ -67,10 +67,10 @@ def test_any_number_of_chunks(close, close_grads, monkeypatch, n):
     expected = reference.line_scan(x, c, log_decay.exp(), h)[0]
     pull = torch.randn_like(expected)
     pulled = torch.autograd.grad(expected, inputs, pull)
-    for traced in (None, "is_compiling", "is_exporting"):
+    for traced in (None, "is_compiling", "_is_exporting_flag"):
         with monkeypatch.context() as patch:
             if traced:
-                patch.setattr(torch.compiler, traced, lambda: True)
+                patch.setattr(torch.compiler, traced, lambda: True)  # a flag is true as well
             y = line_scan(*inputs)
         close(y, expected, 1e-11)
         for ours, theirs in zip(torch.autograd.grad(y, inputs, pull), pulled, strict=True):

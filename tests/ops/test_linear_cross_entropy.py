@@ -77,6 +77,24 @@ def test_small_gradients_of_many_tokens_stay_in_float16(monkeypatch):
     torch.testing.assert_close(scaled, exact, rtol=2e-2, atol=1e-9)
 
 
+def test_sums_over_many_tokens_stay_in_float16():
+    """Here -128,000, of which the mean is -6.4."""
+    x, weight = torch.full((20_000, DIM), 8.0), torch.zeros(5, DIM).requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        loss = linear_cross_entropy(x, weight, torch.zeros(20_000, dtype=torch.int64))
+    (actual,) = torch.autograd.grad(loss, weight)
+    expected = torch.tensor([-6.4, 1.6, 1.6, 1.6, 1.6])[:, None].expand(5, DIM)
+    torch.testing.assert_close(actual, expected, rtol=4e-3, atol=0)
+
+
+def test_a_token_without_a_batch_and_tensors_without_numbers():
+    (x, weight, bias), target = drawn(tokens=())
+    torch.testing.assert_close(*both((x[None], weight, bias), target[None]))
+    batch = linear_cross_entropy(x[None], weight, target[None], bias)
+    torch.testing.assert_close(linear_cross_entropy(x, weight, target, bias), batch)
+    assert linear_cross_entropy(x.to("meta"), weight.to("meta"), target.to("meta")).shape == ()
+
+
 def saved_bytes(function) -> int:
     """Bytes of the tensors that a forward saves, parameters included."""
     saved = {}

@@ -31,6 +31,11 @@ class Mixer(Initialized, ABC):
     norms = False  # whether `mix` takes the `norm` that its input goes through first
     mergeable = False  # whether `mix` takes rows that have some of a sample's tokens: boxes, slabs
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "norms" not in vars(cls) and not vars(cls).keys().isdisjoint(("mix", "forward")):
+            cls.norms = False  # a base's; a form of its own may not take the argument
+
     def forward(
         self,
         x: Tensor,

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ndlightnet.layout.abstract import exporting
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.recurrence.exponential import carry_over, even, exponential_filter
@@ -47,7 +48,7 @@ def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None =
     if n == 0:
         return empty_result(x, coef, log_decay, state)
     coef, log_decay = coef.to(acc), log_decay.to(acc)
-    exported = torch.compiler.is_exporting()
+    exported = exporting()
     traced = exported or torch.compiler.is_compiling()
     # along many short lines a larger Toeplitz matrix takes less time than states
     short = not traced and n <= min(3 * CHUNK, 2 * x.shape[0])  # a comparison would be a guard of an exported graph
@@ -73,7 +74,7 @@ def _carry_traced(log_decay: Tensor, added: Tensor, decay: Tensor, first: Tensor
     if first is not None:
         added = torch.cat([(decay * first)[:, None] + added[:, :1], added[:, 1:]], 1)
     x, n = added.permute(3, 1, 0, 2), added.shape[1]  # states first
-    groups, size = (1, n) if torch.compiler.is_exporting() else even(n, CHUNK)
+    groups, size = (1, n) if exporting() else even(n, CHUNK)
     h = torch.nn.functional.pad(x.flatten(2), (0, 0, 0, groups * size - n))
     h = _toeplitz(log_decay, size)[:, None] @ h.unflatten(1, (groups, size))
     if groups > 1:

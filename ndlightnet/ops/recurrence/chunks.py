@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ndlightnet.layout.abstract import exporting
 from ndlightnet.ops.plain import transformed
 
 CHUNK = 64  # tokens of a chunk, or the next power of two where there are fewer tokens
@@ -29,7 +30,7 @@ def exact(x: Tensor) -> AbstractContextManager[object]:
     exported graph traces each context as a graph of its own, slowly, so none where none is needed.)
     """
     kind = x.device.type
-    if x.is_meta or (torch.compiler.is_exporting() and not torch.is_autocast_enabled(kind)):
+    if x.is_meta or (exporting() and not torch.is_autocast_enabled(kind)):
         return nullcontext()
     return torch.autocast(kind, enabled=False)
 
@@ -52,7 +53,7 @@ def chunk_of(length: int) -> int:
     """Return the tokens of a chunk of a sequence: a power of two. By comparisons alone, which leave torch.compile one
     graph for all lengths between two powers; an exported graph holds one chunk for any length."""
     chunk = CHUNK
-    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+    if exporting() or torch._C._get_tracing_state() is not None:
         return chunk
     while chunk > 1 and 2 * length <= chunk:
         chunk //= 2
@@ -84,7 +85,7 @@ def missing(length: int, chunk: int | None = None) -> int:
     """Return how many tokens to add for whole chunks. An exported graph gets two or three more,
     since torch.export takes a number of 1 as a constant."""
     chunk = chunk or chunk_of(length)
-    if torch.compiler.is_exporting():
+    if exporting():
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         if not statically_known_true(length % chunk == 0):

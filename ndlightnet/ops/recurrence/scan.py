@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ndlightnet.layout.abstract import exporting
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence.chunks import CHUNK, exact
 
@@ -42,7 +43,7 @@ def memories(f: Tensor | None, b: Tensor, first: Tensor, rule: Rule = ELEMENTWIS
     if plain():
         if f is None:
             return b.cumsum(1) + first[:, None]
-        if torch.compiler.is_exporting():
+        if exporting():
             return _doubling(f, b, first, rule)
         b = torch.cat([rule.step(f[:, :1], first[:, None], b[:, :1]), b[:, 1:]], 1)
         return _pairs(f, b, rule)
@@ -94,7 +95,7 @@ def _doubling(f: Tensor, b: Tensor, first: Tensor, rule: Rule) -> Tensor:
 
 def prefix_maximum(x: Tensor) -> Tensor:
     """Return the maximum up to each token of (batch, length, ...); ONNX has no cummax."""
-    if not torch.compiler.is_exporting():
+    if not exporting():
         return x.cummax(1).values
     at = torch.arange(x.shape[1], device=x.device)
     for lag in _lags(at.shape[0]):
@@ -106,7 +107,7 @@ def prefix_sum(x: Tensor) -> Tensor:
     """Return x.cumsum(1) of (batch, length, ...), in chunks: on a GPU, cumsum along an axis that is
     not the last one takes as many steps as the axis is long."""
     n = x.shape[1]
-    if torch.compiler.is_exporting() or n <= CHUNK:
+    if exporting() or n <= CHUNK:
         return x.cumsum(1)
     pieces = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, -n % CHUNK))
     pieces = pieces.unflatten(1, (-1, CHUNK)).cumsum(2)

@@ -31,7 +31,7 @@ class TextLoss(nn.Module):
 
     def forward(self, windows: Tensor) -> Tensor:
         net, head = self.net, getattr(self.net, "head", None)
-        if not isinstance(net, NDLightNet) or type(head) is not nn.Linear:
+        if type(net) is not NDLightNet or type(head) is not nn.Linear:
             return token_nll(net, windows).mean()
         windows = windows.long()
         features = net.forward_head(net.forward_features(windows[:, :-1]), pre_logits=True)

@@ -98,6 +98,16 @@ def test_the_loss_of_training_is_the_mean_of_all_bytes(options):
     torch.testing.assert_close(*pairs)
 
 
+def test_a_network_with_a_forward_of_its_own_is_called():
+    class Capped(NDLightNet):
+        def forward(self, x, mask=None):
+            return super().forward(x, mask).tanh()
+
+    net = Capped(1, vocab_size=256, causal=True, embed_dim=16, depth=1)
+    windows = torch.randint(256, (3, 12), dtype=torch.uint8)
+    torch.testing.assert_close(TextTask(net).called(windows), token_nll(net, windows).mean())
+
+
 def test_training_holds_no_logits_of_all_bytes(monkeypatch, text_file):
     """And a step is one call of the shapes that a CUDA graph is made for."""
     net = NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=1)
