@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from ndlightnet.layout import Boxes, Grid
 from ndlightnet.nn import MDTPE
 from ndlightnet.ops import axis_scan, line_scan, line_state, line_step
 from ndlightnet.ops.axis_scan import api, lines, reference
@@ -196,6 +197,10 @@ def test_errors_show_the_shapes():
             axis_scan(x, *args)
         with pytest.raises(ValueError, match=r"reverse coef"):
             axis_scan(x, c, decay, args)
+    with pytest.raises(ValueError, match=r"reverse coef .*expected \(2, 3, 2\)"):
+        axis_scan(x, c, decay, (c[..., :1], decay[:, :1]))
+    with pytest.raises(ValueError, match=r"products=torch.float64: expected bfloat16"):
+        axis_scan(x.float(), c, decay, products=torch.float64)
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
@@ -209,3 +214,11 @@ def test_a_dtype_is_that_of_the_sums(impl):
     assert torch.equal(scan(x, products=torch.bfloat16, residual=True), x + scan(low, dtype=torch.float32))
     exactly = scan(low, products=torch.float32, dtype=torch.float32, residual=True)
     assert torch.equal(exactly, scan(low.float(), residual=True))
+    for dtype in (torch.bfloat16, torch.float16):  # also where x has more digits, or other ones
+        assert scan(x, dtype=dtype, residual=True).dtype == scan(low, dtype=dtype, residual=True).dtype == dtype
+
+
+def test_boxes_of_samples_exchange_nothing_and_are_rounded_like_samples():
+    x, (c, log_decay) = torch.randn(4, 24, 3), (w.float() for w in weights((4, 6)))
+    scan = partial(axis_scan, x, c, log_decay, products=torch.bfloat16, residual=True)
+    assert torch.equal(scan(layout=Boxes((4, 6), count=2)), scan(layout=Grid((4, 6))))

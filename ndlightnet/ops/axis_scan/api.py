@@ -12,7 +12,7 @@ from torch import Tensor
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.ops.axis_scan import _triton, reference
 from ndlightnet.ops.axis_scan.lines import line_scan
-from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dispatch import DTYPES, Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.recurrence.chunks import exact
@@ -48,7 +48,9 @@ def axis_scan(
     grid = Grid.of(x) if layout is None else layout
     _check_weights(grid.ndim, x, "", coef, log_decay)
     if reverse is not None:
-        _check_weights(min(len(reverse[0]), grid.ndim), x, "reverse ", *reverse)
+        _check_weights(min(len(reverse[0]), grid.ndim), x, "reverse ", *reverse, coef.shape[2])
+    if products not in (None, x.dtype, *DTYPES):
+        raise ValueError(f"products={products}: expected bfloat16, float16, float32 or that of x, {x.dtype}")
     if layout is None:
         options: Any = {"residual": residual, "products": products, "dtype": dtype, "impl": impl}
         flat, tokens_mask = grid.flatten(x), grid.flatten_mask(mask)
@@ -56,29 +58,31 @@ def axis_scan(
     grid.check_flat(x)
 
     products, dtype = products or x.dtype, dtype or x.dtype
-    within = partial(_scan, residual=residual, dtype=dtype)
-    if grid.shared:  # slabs exchange only what is scanned
-        within = partial(_scan, residual=False, dtype=products)
+    cut = grid.shared and grid.count == 1  # into slabs, which exchange only what is scanned
+    within = partial(_scan, residual=residual and not cut, products=products, dtype=products if cut else dtype)
 
     def scan(grid: Any, channels: slice | None, x: Tensor, mask: Tensor | None) -> Tensor:
         weights = coef, log_decay, reverse
         if channels is not None:
             back = None if reverse is None else (reverse[0][:, channels], reverse[1])
             weights = coef[:, channels], log_decay, back
-        return within(grid, x, *weights, mask, products=products, impl=impl)
+        return within(grid, x, *weights, mask, impl=impl)
 
-    if not grid.shared:
+    if not cut:
         return grid.map_channels(scan, x, mask)
     y = grid.map_channels(scan, x.to(products), mask).to(dtype)
-    return x + y if residual else y
+    return (x + y).to(dtype) if residual else y
 
 
-def _check_weights(axes: int, x: Tensor, name: str, coef: Tensor, log_decay: Tensor) -> None:
+def _check_weights(
+    axes: int, x: Tensor, name: str, coef: Tensor, log_decay: Tensor, states: int | str = "states"
+) -> None:
     expected = (axes, x.shape[-1])
-    if coef.ndim != 3 or tuple(coef.shape[:2]) != expected or log_decay.shape != (axes, coef.shape[2]):
+    wrong = coef.ndim != 3 or tuple(coef.shape[:2]) != expected or log_decay.shape != (axes, coef.shape[2])
+    if wrong or states not in ("states", coef.shape[2]):
         raise ValueError(
             f"{name}coef {tuple(coef.shape)} and log_decay {tuple(log_decay.shape)}: expected "
-            f"{(*expected, 'states')} and {(axes, 'states')} for x {tuple(x.shape)} of {axes} axes"
+            f"{(*expected, states)} and {(axes, states)} for x {tuple(x.shape)} of {axes} axes"
         )
 
 
@@ -117,7 +121,7 @@ def _scan(
             if reverse is not None and -last <= len(reverse[0]):
                 way_back = reverse[0][last], reverse[1][last]
             total = total + grid.map_lines(partial(_both_ways, run=run, way=way, reverse=way_back), source, axis)
-        return x + total if residual else total
+        return (x + total).to(dtype) if residual else total
 
 
 def _both_ways(lines: Tensor, run: Callable[..., Tensor], way: Way, reverse: Way | None) -> Tensor:
