@@ -167,7 +167,7 @@ def step_ms(run: Run) -> float | None:
 def scaling(o: Namespace) -> Iterator[Run]:
     planes, *plane = o.grid
     shares = [("one GPU", 1, planes)]
-    for count in sorted({*o.gpus} - {1}):
+    for count in sorted({n for n in o.gpus if n > 1}):
         shares += [("weak", count, planes), ("strong", count, planes // count)]
     alone = None
     for row, gpus, size in shares:

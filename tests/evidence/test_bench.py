@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bench as command
-from ndlightnet.ops import Position, global_attention
+from ndlightnet.ops import Position, axis_scan, global_attention
 from ndlightnet_evidence.bench import (
     attention_rows,
     network_rows,
@@ -182,6 +182,15 @@ def test_a_sweep_marks_the_steps_between_neighbours():
     marked = [(line[1].strip(), int(line[3])) for line in lines if "<--" in line[-2]]
     assert marked == [("a", 1), ("a", 3), ("a", 4)] and len(lines) == 9
     assert [line[6].strip() for line in lines] == ["", "2", "1.25", "4", "0.65", "", "1", "", ""]
+
+
+def test_a_sweep_rounds_products_and_not_results(bench):
+    bench.impl, bench.quick = "torch", True
+    (point,) = [p for p in size_rows.lines(bench, True) if p.row == "MD-TPE, fp32, products in bf16"]
+    x, *way = torch.randn(1, 16, 3), torch.randn(1, 3, 2), -torch.rand(1, 2)
+    y = point.run(x, *way, *way)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, axis_scan(x, *way, way, products=torch.bfloat16))
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from ndlightnet import NDLightNet, Ragged, ops
 from ndlightnet.nn.slabs import Conv3d
 from ndlightnet_evidence.bench import attention_rows, operator_rows
 from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
-from ndlightnet_evidence.bench.timing import Absent
 
 TOKENS = 131072
 LINES = sorted({*(2**n for n in range(4, 18)), 129, 1000, 4097})
@@ -64,10 +63,8 @@ def lines(bench: Bench, on_card: bool) -> Iterator[Point]:
     """MD-TPE both ways, over the length of a line."""
     dim, states = (384, 64) if on_card else (8, 8)
 
-    def run(x: Tensor, coef: Tensor, log_decay: Tensor, *reverse: Any, dtype: torch.dtype) -> Tensor:
-        if on_card and not (support := ops.supported("axis_scan", x.to(dtype))):
-            raise Absent(f"{x.shape[1]} tokens a line: no kernel for {support.reason}")
-        return ops.axis_scan(x, coef, log_decay, reverse, dtype=dtype, impl=bench.impl)
+    def run(x: Tensor, coef: Tensor, log_decay: Tensor, *reverse: Any, products: torch.dtype) -> Tensor:
+        return ops.axis_scan(x, coef, log_decay, reverse, products=products, impl=bench.impl)
 
     def inputs(n: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         _, *weights = operator_rows.scan_inputs(bench, (1,), dim, states, 2)
@@ -76,7 +73,7 @@ def lines(bench: Bench, on_card: bool) -> Iterator[Point]:
     rows = {"bf16": (HALF, HALF), "fp32": (SINGLE, SINGLE), "fp32, products in bf16": (SINGLE, HALF)}
     for name, (dtype, products) in rows.items() if on_card else [("fp32", rows["fp32"])]:
         for n in bench.some(LINES):
-            call, make = partial(run, dtype=products), partial(inputs, n, dtype)
+            call, make = partial(run, products=products), partial(inputs, n, dtype)
             yield Point(f"MD-TPE, {name}", n, call, make, operator_rows.TENSORS, TOKENS // n * n)
 
 
