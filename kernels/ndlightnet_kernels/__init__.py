@@ -5,7 +5,8 @@ register no operators. ndlightnet.ops calls them through operators.
   attention   global attention; attention_backward: its gradients
   causal      causal attention; causal_backward: its gradients; step: one token, for decoding
   segments    merges of States; frames: prefix and sliding merges over frames
-  axis_scan   MD-TPE; axis_taps: the Toeplitz taps that it multiplies by
+  axis_scan   MD-TPE; axis_taps: the Toeplitz taps that it multiplies by; axis_lines: its lines
+  axis_states what its long lines carry from tile to tile
   gate        output norm and gate   swiglu   SiLU(gate) * up
   residual_norm  residual add and LayerNorm
   instance_norm  instance norm, a residual and SiLU

@@ -16,7 +16,8 @@ from typing import Any
 TOKEN = 641e-9  # seconds of a training step for each token on one GPU
 # Bytes a second that a GPU sends within a host, as NCCL's kernels did between two H200s, and to other hosts; and of
 # copies before and after, fitted to what a step took there beyond a GPU's own work (16.4 ms for four samples, strong
-# scaling 10.1, one sample 5.5; of the model: 16.5, 10.7, 5.5). FAR, HOST and the seconds of a message are assumed.
+# scaling 10.1, one sample 5.5; of the model: 16.5, 10.7, 5.5), where MD-TPE sent half as many bytes again. FAR, HOST
+# and the seconds of a message are assumed.
 NEAR, FAR, COPIES = 160e9, 50e9, 300e9
 HOST = 8  # GPUs
 LATENCY, FAR_LATENCY = 20e-6, 40e-6
