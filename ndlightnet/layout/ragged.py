@@ -94,7 +94,8 @@ class Ragged(Layout):
         rows = [None if x is None else x.split(self.lengths, 1) for x in xs]
         grids, outputs = list(self.grids()), [torch.empty(0)] * len(self)
         for samples in self.alike():
-            batch = (None if row is None else torch.cat([row[i] for i in samples]) for row in rows)
+            parts = [[] if row is None else [row[i] for i in samples] for row in rows]
+            batch = (torch.cat(part) if part[1:] else next(iter(part), None) for part in parts)  # one is not copied
             y = function(grids[samples[0]], *batch)
             for i, sample in zip(samples, y.split(1), strict=True):
                 outputs[i] = sample

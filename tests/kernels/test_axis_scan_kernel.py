@@ -158,7 +158,7 @@ def test_outputs_and_gradients(grid, dim, states, ways, dtype, masked, residual,
         ((50, 2), 24, 4, 2, BRAIN, "holes", True, 1, 0, None, None),
         ((3, 33), 5, 20, 2, HALF, "holes", False, 1, 1, None, None),
         ((50,), 70, 3, 2, FULL, None, True, 1, 0, None, None),
-        ((150,), 5, 3, 2, FULL, "holes", False, 1, 0, None, None),
+        ((290,), 2, 3, 2, FULL, "holes", False, 1, 0, None, None),  # more tiles than are carried at once
         ((33, 2), 5, 2, 2, BRAIN, None, True, 1, 1, BRAIN, FULL),
         ((7, 35), 3, 140, 2, FULL, "holes", True, 1, 0, HALF, FULL),
         ((3, 4), 5, 3, 2, FULL, None, True, 2, 1, BRAIN, FULL),

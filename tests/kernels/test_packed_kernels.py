@@ -237,8 +237,10 @@ def test_axis_scan(impl):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, masked", [(FULL, False), (BRAIN, True)])
-def test_axis_scan_of_longer_lines(poison, dtype, masked):
+@pytest.mark.parametrize("dtype, masked, longest", [(FULL, False, 128), (BRAIN, True, 128), (FULL, True, 32)])
+def test_axis_scan_of_longer_lines(monkeypatch, poison, dtype, masked, longest):
+    """The last ones in tiles of 16 tokens."""
+    monkeypatch.setattr("ndlightnet_kernels.axis_scan.LONGEST", longest)
     check_axis_scan("triton", ((3, 4, 5), (20, 1, 3), (2, 40, 2)), masked, dtype=dtype)
 
 
