@@ -71,6 +71,20 @@ def test_an_exported_short_window_takes_any_length(close):
         close(run(*inputs), attend(*inputs), 1e-11)
 
 
+def test_compiled_windows_take_lengths_without_a_graph_for_each(close):
+    graphs = []
+    torch.compiler.reset()
+
+    def run(*tokens):
+        return axis_causal_attention(*tokens, tokens[0].shape[1], window=20, forget=0.05, return_state=False)[0]
+
+    compiled = torch.compile(run, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
+    for n in (40, 43, 46, 59, 61):
+        tokens = torch.randn(3, 1, n, 2, 8)
+        close(compiled(*tokens), run(*tokens), 1e-5)
+    assert len(graphs) == 2  # one of the first length, one of any
+
+
 def test_no_state_is_made_where_none_is_asked_for():
     *inputs, _ = sample((24,))
     for window in (None, 3):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ndlightnet.layout.abstract import exporting
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet import parallel
 from ndlightnet.ops.lightnet.parallel import LEAST, count
@@ -53,14 +54,18 @@ def attention(f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor |
     if w is not None:
         w = (w if w.ndim == 4 else w[None]).expand(batch, *w.shape[-3:])
     tokens = _Tokens(f, k, v, w)
-    end = n - n % window
+    end, cut = n - n % window, n
+    if torch.compiler.is_compiling() and not exporting():  # a shorter last block would be a graph for each length
+        more = (0, 0, 0, 0, 0, -n % window)
+        tokens = tokens.map(lambda x: pad(x, more))._replace(k=pad(k, more, value=-torch.inf))
+        end = n = n + -n % window
     outs = [parallel.causal_alone(*tokens.part(0, window), rates)]
     if end > window:
         now, past = (tokens.part(at, at + end - window).blocks(window) for at in (window, 0))
         outs.append(_block(now, past, rates).unflatten(0, (batch, -1)).flatten(1, 2))
     if end < n:
         outs.append(_block(tokens.part(end, n), tokens.part(end - window, end), rates))
-    return torch.cat(outs, 1)
+    return torch.cat(outs, 1)[:, :cut]
 
 
 def _block(now: _Tokens, past: _Tokens, rates: Tensor | None) -> Tensor:

@@ -75,7 +75,12 @@ def _pairs(f: Tensor, b: Tensor, rule: Rule) -> Tensor:
 
 def _lags(n: int | torch.SymInt) -> list[int]:
     """Return 1, 2, 4, ... for a scan of n steps, or of any number of them."""
-    return [1 << i for i in range((n - 1).bit_length() if isinstance(n, int) else DOUBLINGS)]
+    if not isinstance(n, int):
+        return [1 << i for i in range(DOUBLINGS)]
+    lags = [1]  # by comparisons, which a strict export with a symbol for n takes for a range
+    while 2 * lags[-1] < n:
+        lags.append(2 * lags[-1])
+    return lags if n > 1 else []
 
 
 def _doubling(f: Tensor, b: Tensor, first: Tensor, rule: Rule) -> Tensor:
