@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout, as_layout
 from ndlightnet.nn.initial import Device, Initialized, Space, assign
-from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step, supported
+from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import product_dtype
 from ndlightnet.ops.position import Kind, slots_of
@@ -126,14 +126,6 @@ class MDTPE(Initialized):
                 impl=self.impl,
             )
         return y.reshape(x.shape)
-
-    def implementation(self, x: Tensor, layout: Layout | None = None, dtype: torch.dtype | None = None) -> str:
-        """Return what forward(x, None, layout, dtype) runs on, as a mixer's `implementation`."""
-        grid = (layout or layout_of_tokens(x)).whole
-        if self.impl != "auto":
-            return self.impl
-        support = supported("axis_scan", x.new_empty(0, *[1] * grid.ndim, x.shape[-1]))
-        return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
     def init_state(self, batch: int, space: Space = (), device: Device = None) -> Tensor:
         """Return the state along axis 0 before the first frame: (batch, *space, dim, states)."""
