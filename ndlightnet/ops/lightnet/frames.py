@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, Layout, Ragged, as_layout
+from ndlightnet.layout.abstract import exporting
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.empty import empty_result
@@ -232,7 +233,7 @@ def axis_causal_attention(
             out, state = reference.frames(q, k, v, frames, state, position, mask, window, forget)
             return out.to(q.dtype), offset_gradient(state, position, 1)
         by_token = k.shape[1] == frames and not frame.shared
-        if torch.compiler.is_exporting() and window is not None and window < MERGED:
+        if exporting() and window is not None and window < MERGED:
             by_token = False  # the number of blocks depends on that of frames
         if by_token and window is not None and (state is None or frames >= window):
             out, state = _window(inputs, state, window, forget, chosen, return_state)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.layout.abstract import exporting
 from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.dtypes import accumulator, finest
 from ndlightnet.ops.lightnet.state import State, decay, tile
@@ -202,7 +203,7 @@ class _Causal:
 def chunk_of(length: int) -> int:
     """Return the tokens of a chunk, a power of two: the largest up to CHUNK that adds at most a quarter to the length,
     but LEAST_CHUNK or all tokens at least."""
-    if torch.compiler.is_exporting():  # for any length
+    if exporting() or not isinstance(length, int):  # for any length
         return CHUNK
     chunk, least = CHUNK, min(LEAST_CHUNK, 1 << (length - 1).bit_length())
     while chunk > least and 4 * missing(length, chunk) > length:
