@@ -6,6 +6,7 @@ import torch
 from ndlightnet.layout import Grid
 from ndlightnet.nn.depthwise import LocalMixing
 from ndlightnet.ops import dense, local_mixing, local_mixing_step, star
+from ndlightnet.ops.local_mixing import shifts
 
 GRIDS = [(7,), (4, 6), (3, 4, 5), (2, 3, 2, 4), (1, 5), (2, 1, 3)]
 FORMS = [(star, 1), (star, 2), (dense, 1)]
@@ -85,6 +86,16 @@ def test_kernels_have_three_columns_where_their_gradient_is_sought(form, grid, m
     assert "ConvolutionBackward0" not in [node.name() for node in nodes]
     u.sum().backward()
     assert shapes and max(shape[-1] for shape in shapes) <= 3
+
+
+@pytest.mark.parametrize(
+    "shape, radius, expanded, convolved",
+    [((1, 3, 64), 1, False, False), ((64, 64, 64), 1, False, True), ((64, 64, 64), 1, True, False)],
+    ids=["few tokens", "many", "the gradient of a sum"],
+)
+def test_a_convolution_is_taken_where_it_is_faster(shape, radius, expanded, convolved):
+    x = torch.ones(()).expand(1, *shape) if expanded else torch.randn(1, *shape)
+    assert shifts._convolves(x, star(2, radius)) == convolved
 
 
 def test_under_autocast_sums_are_float32(close, close_grads):

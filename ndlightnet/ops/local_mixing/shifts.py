@@ -17,6 +17,8 @@ from ndlightnet.ops.recurrence.chunks import exact
 
 Box = tuple[slice, ...]
 
+NUMBERS = 2**18  # from so many on a convolution of few taps is faster than shifts
+
 
 def _overlap(shape: Sequence[int], offset: Sequence[int]) -> tuple[Box, Box] | None:
     """Return the cells t that an offset's tap adds to and the cells t - offset that it reads, as
@@ -95,7 +97,9 @@ def _has_onednn(x: Tensor) -> bool:
 def _convolves(x: Tensor, offsets: Offsets) -> bool:
     """Return whether a convolution over the box of all taps is faster: measured on a CPU."""
     box = math.prod(1 + b + a for b, a in zip(*_reach(offsets), strict=True))
-    return _has_onednn(x) and x.ndim - 2 in (2, 3) and 4 * len(offsets) > box
+    enough = len(offsets) > 7 or x.numel() >= NUMBERS  # else shifts are done before a convolution has begun
+    expanded = 0 in x.stride()  # as the gradient of a sum is: a convolution would copy it
+    return _has_onednn(x) and x.ndim - 2 in (2, 3) and 4 * len(offsets) > box and enough and not expanded
 
 
 def _convolve(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
