@@ -7,6 +7,8 @@ end. The width is compiled in, the number of rows is not.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -150,14 +152,15 @@ def norm_gate(
     return out, mean, rstd
 
 
-def _backward_plan(y: Tensor) -> tuple[Launch, Launch, int]:
+def backward_plan(kernel: Any, y: Tensor) -> tuple[Launch, Launch, int]:
+    """Return the launches of a kernel that leaves sums over rows of each program, and of the sum of these, and the
+    number of programs."""
     elements, warps, programs, stages = BACKWARD
     dim = y.shape[-1]
     rows, (height, block, warps) = y.numel() // dim, _tile(dim, elements, warps)
     programs = min(programs, cdiv(rows, height))
-    launch = Launch(
-        _norm_gate_backward, (programs,), rows=rows, DIM=dim, ROWS=height, BLOCK=block, STAGES=stages, num_warps=warps
-    )
+    sizes = {"rows": rows, "DIM": dim, "ROWS": height, "BLOCK": block, "STAGES": stages}
+    launch = Launch(kernel, (programs,), **sizes, num_warps=warps)
     add = Launch(_sum_partial, (cdiv(dim, 32), 2), programs=programs, DIM=dim, ROWS=128, BLOCK=32, num_warps=8)
     return launch, add, programs
 
@@ -181,7 +184,7 @@ def norm_gate_backward(
     more = None if local is None else local.dtype
     dtypes = (dout.dtype, y.dtype, u.dtype, weight.dtype, bias.dtype, more)
     key = ("norm_gate_backward", y.device, dtypes, y.shape, again)
-    launch, add, programs = remembered(key, lambda: _backward_plan(y))
+    launch, add, programs = remembered(key, lambda: backward_plan(_norm_gate_backward, y))
     dy, du = torch.empty_like(y), torch.empty_like(u)
     partial = y.new_empty((2, programs, y.shape[-1]), dtype=torch.float32)
     dlocal = None if local is None else torch.empty_like(local)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.gate import BACKWARD, NARROW, WIDE, _read, _sum_partial, _tile, _tile_at
+from ndlightnet_kernels.gate import NARROW, WIDE, _read, _tile, _tile_at, backward_plan
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv
 
@@ -119,18 +119,6 @@ def add_norm(
     return stream, normed, unit, rstd
 
 
-def _backward_plan(unit: Tensor) -> tuple[Launch, Launch, int]:
-    elements, warps, programs, stages = BACKWARD
-    dim = unit.shape[-1]
-    rows, (height, block, warps) = unit.numel() // dim, _tile(dim, elements, warps)
-    programs = min(programs, cdiv(rows, height))
-    launch = Launch(
-        _add_norm_backward, (programs,), rows=rows, DIM=dim, ROWS=height, BLOCK=block, STAGES=stages, num_warps=warps
-    )
-    add = Launch(_sum_partial, (cdiv(dim, 32), 2), programs=programs, DIM=dim, ROWS=128, BLOCK=32, num_warps=8)
-    return launch, add, programs
-
-
 def add_norm_backward(
     dstream: Tensor | None,
     dnormed: Tensor,
@@ -148,7 +136,7 @@ def add_norm_backward(
     weight, bias = weight.contiguous(), bias.contiguous()
     dtypes = (None if dstream is None else dstream.dtype, dnormed.dtype, weight.dtype, bias.dtype, unit.dtype, dtype)
     key = ("add_norm_backward", unit.device, dtypes, unit.shape, branch, again)
-    launch, add, programs = remembered(key, lambda: _backward_plan(unit))
+    launch, add, programs = remembered(key, lambda: backward_plan(_add_norm_backward, unit))
     dx, dy = torch.empty_like(unit, dtype=dtype), torch.empty_like(unit) if branch else None
     normed = dnormed if again else None
     partial = unit.new_empty((2, programs, unit.shape[-1]), dtype=torch.float32)

@@ -31,6 +31,9 @@ def add_norm(
     """
     if y is not None and y.shape != x.shape:
         raise ValueError(f"y {tuple(y.shape)}: expected the shape of x, {tuple(x.shape)}")
+    for name, row in (("weight", weight), ("bias", bias)):
+        if row.shape != x.shape[-1:]:
+            raise ValueError(f"{name} {tuple(row.shape)}: expected {tuple(x.shape[-1:])} of x {tuple(x.shape)}")
     if resolve("add_norm", impl, x) == "triton":
         dtype = product_dtype(x)
         if y is not None and (x.dtype != torch.float32 or y.dtype != dtype or dtype == x.dtype):

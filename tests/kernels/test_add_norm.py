@@ -193,3 +193,5 @@ def test_another_shape_is_refused():
     x, (weight, bias) = torch.randn(3, 8), (torch.ones(8), torch.zeros(8))
     with pytest.raises(ValueError, match=r"y \(4, 8\): expected the shape of x, \(3, 8\)"):
         add_norm(x, torch.randn(4, 8), weight, bias)
+    with pytest.raises(ValueError, match=r"bias \(7,\): expected \(8,\) of x \(3, 8\)"):
+        add_norm(x, None, weight, bias[:7])

@@ -246,12 +246,12 @@ def test_a_block_of_kernels_keeps_no_output(shared, monkeypatch):
     y = block(x, layout)
     with dropped(y):
         out = read(y)
-    found = torch.autograd.grad(out.square().sum(), sources)
+    grads = torch.autograd.grad(out.square().sum(), sources)
     assert calls == [False, True]  # for what reads the block, and for its second convolution
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda packed: packed):
         expected = torch.autograd.grad(read(block(x, layout)).square().sum(), sources)
     assert len(calls) == 2
-    for one, two in zip(found, expected, strict=True):
+    for one, two in zip(grads, expected, strict=True):
         torch.testing.assert_close(one, two)
 
 

@@ -35,6 +35,11 @@ def test_layer_is_its_formula(dense, close, causal, options):
 
 REFUSED = {  # options of the layer, of its call: the message
     "impl": ({"impl": "nonsense"}, {}, r"impl"),
+    "norm and a context": (
+        {},
+        {"norm": torch.nn.LayerNorm(32), "context": torch.zeros(2, 9, 32)},
+        r"norm with a context: expected one of them",
+    ),
     "causal and a context": ({}, {"causal": True, "context": torch.zeros(2, 9, 32)}, r"causal=True with a context"),
     "rotary and causal": ({"lrpe": "rotary"}, {"causal": True}, r"causal=True with lrpe='rotary'"),
     "a window, not causal": ({"window": 2}, {}, r"causal=False, and the layer has window=2"),

@@ -8,7 +8,7 @@ from torch.autograd import grad
 
 from ndlightnet.ops import State, attention_step, causal_attention, global_attention, merge, read, summarize
 from ndlightnet.ops.lightnet import parallel
-from ndlightnet.ops.lightnet.parallel import chunk_of
+from ndlightnet.ops.lightnet.parallel import even_chunk
 
 from . import framed
 
@@ -37,7 +37,7 @@ def test_values_and_gradients_are_the_dense_ones(dense, close, close_grads, leng
 
 def test_chunks_add_few_tokens_to_any_length():
     for length in range(1, 1000):
-        chunk = chunk_of(length)
+        chunk = even_chunk(length)
         added = -length % chunk
         assert chunk <= 64 and (added <= length / 4 or chunk <= 8)
         assert chunk >= min(8, length) and (length < 256 or chunk == 64)

@@ -212,6 +212,8 @@ def test_a_dtype_is_that_of_the_sums(impl):
     y = scan(low, dtype=torch.float32, residual=True)
     assert y.dtype == torch.float32 and torch.equal(y, low + scan(low, dtype=torch.float32))
     assert torch.equal(scan(x, products=torch.bfloat16, residual=True), x + scan(low, dtype=torch.float32))
+    reverse = (0.7 * c[None], log_decay[None])  # both ways are rounded once
+    assert torch.equal(scan(low, reverse=reverse), scan(low.float(), reverse=reverse).bfloat16())
     exactly = scan(low, products=torch.float32, dtype=torch.float32, residual=True)
     assert torch.equal(exactly, scan(low.float(), residual=True))
     for dtype in (torch.bfloat16, torch.float16):  # also where x has more digits, or other ones

@@ -64,6 +64,8 @@ class Mixer(Initialized, ABC):
             check_not_wider(self, context=context)
             if causal:
                 raise ValueError("causal=True with a context: a source is read as a whole")
+            if norm is not None:
+                raise ValueError("norm with a context: expected one of them")
             if grid.packed or grid.shared:  # a context has a row for each sample
                 raise ValueError("layout with a context: expected whole samples of one shape, or no context")
             source = Grid.of(context)

@@ -125,12 +125,12 @@ def _scan(
 
 
 def _both_ways(lines: Tensor, run: Callable[..., Tensor], way: Way, reverse: Way | None) -> Tensor:
-    """Run the recurrence along lines (lines, n, dim) of an axis both ways; a token counts once."""
-    y = run(lines, *way)
+    """Run the recurrence along lines (lines, n, dim) of an axis both ways; a token counts once. Rounded once."""
     if reverse is None:
-        return y
-    y = y + run(lines.flip(1), *reverse).flip(1)
-    return y - lines * reverse[0].sum(-1).to(lines.dtype)
+        return run(lines, *way)
+    x = lines.to(accumulator(lines))
+    y = run(x, *way) + run(x.flip(1), *reverse).flip(1)
+    return (y - x * reverse[0].sum(-1).to(x.dtype)).to(lines.dtype)
 
 
 def _scan_reference(x: Tensor, coef: Tensor, log_decay: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from ndlightnet.ops.lightnet.attention import (
 from ndlightnet.ops.lightnet.state import State, decay, merge, tile
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.position import Position, offset_gradient, offset_of, relative, shape_of
-from ndlightnet.ops.recurrence.chunks import exact
+from ndlightnet.ops.recurrence.chunks import SEGMENT, exact
 from ndlightnet.ops.recurrence.scan import before, prefix_maximum, scan
 
 MERGED = 16  # frames of a window: with fewer, an exported graph merges States, for any number of frames
@@ -248,7 +248,7 @@ def axis_causal_attention(
                 out, state = chunked(*inputs, state, forget, size)
                 return out, state if return_state else None
             if window is None and k.is_cpu and not learnt and not torch.compiler.is_compiling():
-                group = max(1, parallel.SEGMENT // max(1, k.shape[0] * k.shape[2] * k.shape[3] * v.shape[3]))
+                group = max(1, SEGMENT // max(1, k.shape[0] * k.shape[2] * k.shape[3] * v.shape[3]))
             elif states_outweigh_tokens(k, v, position, size):
                 group = max(1, round(frames**0.5))
         if group >= frames:

@@ -19,12 +19,11 @@ from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.dtypes import accumulator, finest
 from ndlightnet.ops.lightnet.state import State, decay, tile
 from ndlightnet.ops.plain import plain
-from ndlightnet.ops.recurrence.chunks import CHUNK, Decay, from_chunks, missing, to_chunks
+from ndlightnet.ops.recurrence.chunks import CHUNK, SEGMENT, Decay, from_chunks, missing, to_chunks
 from ndlightnet.ops.recurrence.gated import Chunks
 from ndlightnet.ops.recurrence.scan import adjoints, before, memories, prefix_maximum
 
 LEAST = -1e30  # the maximum over no tokens, finite
-SEGMENT = 2**17  # elements of query features
 LEAST_CHUNK = 8  # with fewer tokens the memories of chunks, dim x value_dim, are most of the work
 
 
@@ -107,7 +106,7 @@ class _Causal:
         self, f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, state: State | None, size: int
     ) -> None:
         acc, self.rows, self.size = accumulator(k), f.shape[-1], size
-        self.chunk, self.alone = chunk_of(k.shape[1]), state is None
+        self.chunk, self.alone = even_chunk(k.shape[1]), state is None
         if state is None:
             self.chunk = 1 << (k.shape[1] - 1).bit_length()
             state = State.empty(k.shape[0], k.shape[2], k.shape[3], 0, dtype=acc, device=k.device)
@@ -200,7 +199,7 @@ class _Causal:
         return x if self.w is None else x * self.w
 
 
-def chunk_of(length: int) -> int:
+def even_chunk(length: int) -> int:
     """Return the tokens of a chunk, a power of two: the largest up to CHUNK that adds at most a quarter to the length,
     but LEAST_CHUNK or all tokens at least."""
     if exporting() or not isinstance(length, int):  # for any length

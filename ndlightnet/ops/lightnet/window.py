@@ -54,18 +54,18 @@ def attention(f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor |
     if w is not None:
         w = (w if w.ndim == 4 else w[None]).expand(batch, *w.shape[-3:])
     tokens = _Tokens(f, k, v, w)
-    end, cut = n - n % window, n
+    length, end = n, n - n % window
     if torch.compiler.is_compiling() and not exporting():  # a shorter last block would be a graph for each length
         more = (0, 0, 0, 0, 0, -n % window)
         tokens = tokens.map(lambda x: pad(x, more))._replace(k=pad(k, more, value=-torch.inf))
-        end = n = n + -n % window
+        end = n = n + -n % window  # with what is padded
     outs = [parallel.causal_alone(*tokens.part(0, window), rates)]
     if end > window:
         now, past = (tokens.part(at, at + end - window).blocks(window) for at in (window, 0))
         outs.append(_block(now, past, rates).unflatten(0, (batch, -1)).flatten(1, 2))
     if end < n:
         outs.append(_block(tokens.part(end, n), tokens.part(end - window, end), rates))
-    return torch.cat(outs, 1)[:, :cut]
+    return torch.cat(outs, 1)[:, :length]
 
 
 def _block(now: _Tokens, past: _Tokens, rates: Tensor | None) -> Tensor:

@@ -88,7 +88,7 @@ def attention(bench: Bench, shapes: Sequence[Shape] = SHAPES, heads: int = 12, d
     causal = Contender("ours", lambda q, k, v: causal_attention(q, k, v, impl=bench.impl)[0])
     for (batch, length), direction in product(bench.some(shapes), PASSES):
         case, run = partial(Case, batch=batch, length=length, heads=heads, dim=dim), ours(bench)
-        peers = [compiled(rival_kernels.reference), _sdpa(length), TWO_SCANS]
+        peers = [compiled(rival_kernels.reference), _sdpa(bench, length), TWO_SCANS]
         compare(bench, case("global"), direction, [run, run._replace(graph=False), *peers])
         for kind in KINDS:
             position = make_position(bench, kind, cube(length), heads, dim)
@@ -100,17 +100,17 @@ def attention(bench: Bench, shapes: Sequence[Shape] = SHAPES, heads: int = 12, d
         compare(bench, case("causal"), direction, contenders)
 
 
-def _sdpa(length: int) -> Contender:
+def _sdpa(bench: Bench, length: int) -> Contender:
     if length > LONGEST_SOFTMAX:
         return Contender("sdpa", rival_kernels.absent(f"quadratic: left out above {LONGEST_SOFTMAX} tokens"))
-    backends = rival_kernels.backends(torch.cuda.is_available())
+    backends = rival_kernels.backends(bench.device.type == "cuda")
     return Contender("sdpa", {name: within(rival_kernels.softmax) for name, within in backends.items()})
 
 
 def figure(bench: Bench, lengths: Sequence[int] = LENGTHS, heads: int = 12, dim: int = 64) -> None:
     """Measure the paper's Fig. 1: time over length at batch 1, one scan against two."""
     for direction in PASSES:
-        quadratic = _sdpa(0)
+        quadratic = _sdpa(bench, 0)
         for length in lengths[::4] if bench.quick else lengths:
             case = Case("global", 1, length, heads, dim)
             times = compare(bench, case, direction, [ours(bench), TWO_SCANS, quadratic])
