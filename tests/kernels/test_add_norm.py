@@ -8,7 +8,7 @@ from torch.autograd import grad
 from torch.nn.functional import layer_norm
 
 from ndlightnet.ops import add_norm
-from ndlightnet_kernels import residual_norm
+from ndlightnet_kernels import gate, residual_norm
 
 from .kernel_cases import BRAIN, DEVICE, DTYPES, HALF
 from .yardstick import compare_with_torch
@@ -107,7 +107,7 @@ def test_strided_inputs():
 
 def test_more_rows_than_programs_and_the_same_bits(monkeypatch):
     """Every program of the backward takes several tiles, the last one in part."""
-    monkeypatch.setattr(residual_norm, "BACKWARD", (64, 4, 3, 1))
+    monkeypatch.setattr(gate, "BACKWARD", (64, 4, 3, 1))
     compare((37, 24), BRAIN, branch=True, out=6)
     inputs = torch.randn(37, 24, device=DEVICE), *affine(24), torch.randn(37, 24, device=DEVICE).to(BRAIN), None
     one, two = (results("triton", BRAIN, inputs, (inputs[0], inputs[0])) for _ in range(2))
