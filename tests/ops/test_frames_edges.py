@@ -85,7 +85,7 @@ def test_without_gradients_large_frames_are_done_in_groups(monkeypatch, close):
     attend_all = frames._attend
     monkeypatch.setattr(frames, "_attend", lambda *a: (calls.append(a[2]), attend_all(*a))[1])
     expected, _ = attend(*inputs, shape, position=theta)
-    monkeypatch.setattr(frames.parallel, "SEGMENT", 200)  # 3 States of 2 samples, 2 heads, 5 x 3
+    monkeypatch.setattr(frames, "SEGMENT", 200)  # 3 States of 2 samples, 2 heads, 5 x 3
     actual, _ = attend(*(x.requires_grad_() for x in inputs), shape, position=theta)
     with torch.no_grad():
         actual, _ = attend(*inputs, shape, position=theta)
