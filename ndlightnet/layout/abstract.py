@@ -70,9 +70,10 @@ class Layout(ABC):
         return self
 
     # -------------------------------------------------------------------------- questions
-    def merge(self, state: Any) -> Any:
-        """Return the State (ndlightnet.ops.State) of all that a sample has, from that of each row (batch, ...)."""
-        return state
+    def merge(self, state: Any) -> Callable[[], Any]:
+        """Return, when called, the State (ndlightnet.ops.State) of all that a sample has, from that of each row
+        (batch, ...); a slab already sends its own."""
+        return lambda: state
 
     def before(self, state: Any, after: Callable[[], Any], window: int | None, forget: Any) -> Any:
         """Return the State before the first frame: `state`, a stream's, or that of earlier slabs.

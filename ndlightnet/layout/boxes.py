@@ -30,10 +30,10 @@ class Boxes(Grid):
     def samples(self, batch: int) -> int:
         return batch // self.count
 
-    def merge(self, state: Any) -> Any:
+    def merge(self, state: Any) -> Callable[[], Any]:
         kind = type(state)
         merged = kind(*(x.unflatten(0, (-1, self.count)) for x in state)).merged(1)
-        return kind(*(x.repeat_interleave(self.count, 0) for x in merged))
+        return lambda: kind(*(x.repeat_interleave(self.count, 0) for x in merged))
 
     def before(self, state: Any, after: Callable[[], Any], window: int | None, forget: Any) -> Any:
         if self.shared:

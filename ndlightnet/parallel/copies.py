@@ -18,20 +18,21 @@ def copy(x: Tensor, place: Tensor) -> None:
     place.copy_(wide)
 
 
-def cat(xs: Sequence[Tensor], dim: int) -> Tensor:
-    """Return torch.cat(xs, dim)."""
+def cat(parts: Sequence[Sequence[Tensor]], dim: int) -> Tensor:
+    """Join tensors along `dim`, and these along the batch: torch.cat([torch.cat(xs, dim) for xs in parts])."""
     if torch.compiler.is_compiling():
-        return torch.cat(list(xs), dim)
-    out: Tensor = _Cat.apply(dim, *xs)  # type: ignore[no-untyped-call]
+        joined = [torch.cat(list(xs), dim) for xs in parts]
+        return joined[0] if len(joined) == 1 else torch.cat(joined)
+    out: Tensor = _Cat.apply(dim, len(parts), *(x for xs in parts for x in xs))  # type: ignore[no-untyped-call]
     return out
 
 
-def split(x: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
-    """Return x.split(sizes, dim)."""
+def split(x: Tensor, sizes: Sequence[int], dim: int, batches: Sequence[int]) -> Sequence[Sequence[Tensor]]:
+    """Split the batch, and these parts along `dim`: [part.split(sizes, dim) for part in x.split(batches)]."""
     if torch.compiler.is_compiling():
-        return x.split(list(sizes), dim)
-    out: Sequence[Tensor] = _Split.apply(x, sizes, dim)  # type: ignore[no-untyped-call]
-    return out
+        return [part.split(list(sizes), dim) for part in x.split(list(batches))]
+    out: Sequence[Tensor] = _Split.apply(x, sizes, dim, batches)  # type: ignore[no-untyped-call]
+    return [out[i : i + len(sizes)] for i in range(0, len(out), len(sizes))]
 
 
 def _wide(*xs: Tensor) -> Sequence[Tensor]:
@@ -51,23 +52,29 @@ def _whole(x: Tensor) -> bool:
 
 class _Cat(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dim: int, *xs: Tensor) -> Tensor:
-        ctx.dim, ctx.sizes = dim, [x.shape[dim] for x in xs]
-        wide = _wide(*xs)
-        out = torch.cat(list(wide), dim)
-        return out if wide is xs else out.view(xs[0].dtype)
+    def forward(ctx: Any, dim: int, parts: int, *xs: Tensor) -> Tensor:
+        count, shape = len(xs) // parts, list(xs[0].shape)
+        ctx.dim, ctx.sizes, ctx.batches = dim, [x.shape[dim] for x in xs[:count]], [len(x) for x in xs[::count]]
+        shape[0], shape[dim] = sum(ctx.batches), sum(ctx.sizes)
+        out = xs[0].new_empty(shape)
+        *wide, place = _wide(*xs, out)
+        for i, rows in enumerate(place.split(ctx.batches)):
+            torch.cat(wide[i * count : (i + 1) * count], dim, out=rows)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        return None, *split(dout, ctx.sizes, ctx.dim)
+        grads = split(dout, ctx.sizes, ctx.dim, ctx.batches)
+        return None, None, *(grad for part in grads for grad in part)
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
-        ctx.dim = dim
-        return tuple(x.split(list(sizes), dim))
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], dim: int, batches: Sequence[int]) -> tuple[Tensor, ...]:
+        ctx.dim, ctx.count = dim, len(sizes)
+        return tuple(piece for part in x.split(list(batches)) for piece in part.split(list(sizes), dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return cat(grads, ctx.dim), None, None
+        parts = [grads[i : i + ctx.count] for i in range(0, len(grads), ctx.count)]
+        return cat(parts, ctx.dim), None, None, None

@@ -16,6 +16,8 @@ from ndlightnet.layout.abstract import Future, Shape
 from ndlightnet.parallel.copies import cat, copy, split
 from ndlightnet.parallel.exchange import Exchange
 
+PART = 2**24  # numbers of an exchange, at least: of fewer, more of them take longer than what they overlap
+
 
 @dataclass(frozen=True, repr=False)
 class Slab(Grid):
@@ -97,7 +99,11 @@ class Slab(Grid):
     # -------------------------------------------------------------------------- questions
     def gather(self, x: Tensor) -> Tensor:
         """Return x of all slabs: (slabs, ...). All have one shape."""
-        return torch.stack(self.exchange.all_gather(x)())
+        return self._begin_gather(x)()
+
+    def _begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        received = self.exchange.all_gather(x)
+        return lambda: torch.stack(received())
 
     def total(self, sums: Tensor) -> Tensor:
         return self.exchange.total(sums)
@@ -105,19 +111,25 @@ class Slab(Grid):
     def draw(self, *shape: int, device: torch.device) -> Tensor:
         return self.gather(super().draw(*shape, device=device))[0]
 
-    def merge(self, state: Any) -> Any:
+    def merge(self, state: Any) -> Callable[[], Any]:
         """A State of each slab, which all slabs get, is all that they exchange: about 0.1 MB for
         each sample in a layer of 12 heads of 32 channels, however many tokens there are."""
-        return self._gathered(state).merged(0)
+        gathered = self._begin_gathered(state)
+        return lambda: gathered().merged(0)
 
-    def _gathered(self, state: Any) -> Any:
-        """Return the States of all slabs, (slabs, ...)."""
+    def _begin_gathered(self, state: Any) -> Callable[[], Any]:
+        """Return, when called, the States of all slabs, (slabs, ...)."""
         shapes = [x.shape for x in state]
         top, *rest = state
         flat = torch.cat([x.flatten() for x in (top.detach(), *rest)])
-        rows = self.gather(flat).split([shape.numel() for shape in shapes], 1)
-        top, *rest = (x.unflatten(1, shape) for x, shape in zip(rows, shapes, strict=True))
-        return type(state)(top.detach(), *rest)
+        gather, kind = self._begin_gather(flat), type(state)
+
+        def wait() -> Any:
+            rows = gather().split([shape.numel() for shape in shapes], 1)
+            top, *rest = (x.unflatten(1, shape) for x, shape in zip(rows, shapes, strict=True))
+            return kind(top.detach(), *rest)
+
+        return wait
 
     def before(self, state: Any, after: Callable[[], Any], window: int | None, forget: Any) -> Any:
         """Of slabs along the first axis: the State of the slabs before, without touching those behind."""
@@ -128,7 +140,7 @@ class Slab(Grid):
         if window == 1:  # no frame sees another
             return None
         state = after()
-        kind, states = type(state), self._gathered(state)
+        kind, states = type(state), self._begin_gathered(state)()
         # An empty slice of what all slabs sent belongs to the graph of each: else the others would
         # wait for its gradient. A product with 0 would read what lies behind, and 0 * NaN is NaN.
         unused = sum(x[:0].sum() for x in states[1:])
@@ -182,27 +194,37 @@ class Slab(Grid):
         return x, wait
 
     def map_channels(self, function: Callable[..., Tensor], x: Tensor, mask: Tensor | None) -> Tensor:
-        """Whole lines of some channels: two exchanges of the tokens. The states of all lines at a
-        cut would have to go from slab to slab, one after the other."""
+        """Whole lines of some channels: two exchanges of the tokens, of one sample while another is computed. The
+        states of all lines at a cut are more than the tokens, unless a slab has hundreds along the axis, and would go
+        from slab to slab, one after the other."""
         plane = math.prod(self._with(1))
         lengths = [plane * size for size in self.sizes]
         widths = [x.shape[-1] // len(lengths) + (i < x.shape[-1] % len(lengths)) for i in range(len(lengths))]
         width, start = widths[self.rank], sum(widths[: self.rank])
-        lines = self.exchange.all_to_all(split(x, widths, -1), [(len(x), n, width) for n in lengths])
         masks = None
         if mask is not None:
             masks = self.exchange.all_to_all([mask] * len(lengths), [(len(x), n) for n in lengths])
-        grid, keep = self.whole, None if masks is None else self._joined(masks())
-        y = function(grid, slice(start, start + width), self._joined(lines()), keep)
-        slabs = [slab.flatten(1, self.ndim) for slab in split(grid.unflatten(y), self.sizes, 1 + self.axis)]
-        received = self.exchange.all_to_all(slabs, [(len(x), self.length, width) for width in widths])
-        return cat(received(), -1)
+        grid = self.whole
+        alone = max(1, grid.length * x.shape[-1] // len(lengths))  # numbers of a sample, the same on all slabs
+        batches = [len(part) for part in x.split(-(-PART // alone))]
+        lines = [
+            self.exchange.all_to_all(pieces, [(n, size, width) for size in lengths])
+            for n, pieces in zip(batches, split(x, widths, -1, batches), strict=True)
+        ]
+        keep = [None] * len(lines) if masks is None else self._joined(masks()).split(batches)
+        scanned = []
+        for n, received, kept in zip(batches, lines, keep, strict=True):
+            y = grid.unflatten(function(grid, slice(start, start + width), self._joined(received()), kept))
+            (pieces,) = split(y, self.sizes, 1 + self.axis, [n])
+            slabs = [piece.flatten(1, self.ndim) for piece in pieces]
+            scanned.append(self.exchange.all_to_all(slabs, [(n, self.length, width) for width in widths]))
+        return cat([received() for received in scanned], -1)
 
     def _joined(self, slabs: Sequence[Tensor]) -> Tensor:
         """Join the tokens (batch, length, ...) of all slabs: (batch, whole length, ...)."""
         pairs = zip(slabs, self.sizes, strict=True)
         cells = [x.reshape(len(x), *self._with(size), *x.shape[2:]) for x, size in pairs]
-        return cat(cells, 1 + self.axis).flatten(1, self.ndim)
+        return cat([cells], 1 + self.axis).flatten(1, self.ndim)
 
 
 class SlabPack(Ragged):

@@ -34,7 +34,6 @@ from torch.nn.functional import cross_entropy
 
 from ndlightnet import NDLightNet, NDLightUNet, shard_grid
 from ndlightnet.inference import predict_labels
-from ndlightnet.training.peers import DynUNet, SwinUNETR
 from ndlightnet_evidence import gpu_processes, kernel_times, runner, shard_model, tables
 from ndlightnet_evidence.cuda_graphs import Replay, seconds
 from ndlightnet_evidence.tables import Run
@@ -45,11 +44,20 @@ SIDE = 32  # voxels: the sides of cubes are multiples of it
 LARGE, WINDOW = 512, 128  # voxels a side of the cube and of a window in `windows`
 SHAPE = (1024, 1024, 1024)  # of the volume of `out_of_core`
 autocast = partial(torch.autocast, "cuda", torch.bfloat16)
+
+
+def peer(name: str, *args: Any, **options: Any) -> nn.Module:
+    from ndlightnet.training import peers  # imports MONAI, for which each of `scaling`'s processes would wait
+
+    net: nn.Module = getattr(peers, name)(*args, **options)
+    return net
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "NDLightUNet M": lambda: NDLightUNet(3, 1, 3, size="M", strides=STRIDES),
     "NDLightUNet": lambda: NDLightUNet(3, 1, 3, strides=STRIDES),
-    "DynUNet": lambda: DynUNet(3, 1, 3, STRIDES, deep_supervision=False),
-    "SwinUNETR": lambda: SwinUNETR(3, 1, 3),
+    "DynUNet": lambda: peer("DynUNet", 3, 1, 3, STRIDES, deep_supervision=False),
+    "SwinUNETR": lambda: peer("SwinUNETR", 3, 1, 3),
 }
 
 
@@ -169,14 +177,15 @@ def scaling(o: Namespace) -> Iterator[Run]:
     shares = [("one GPU", 1, planes)]
     for count in sorted({n for n in o.gpus if n > 1}):
         shares += [("weak", count, planes), ("strong", count, planes // count)]
-    alone = None
+    alone, kernels_alone = None, []
     for row, gpus, size in shares:
         run = gpu_processes.launch(gpus, scaled, grid=[size, *plane], batch=o.batch, profile=o.profile)
         kernels = run.pop("kernels", [])
         run = {"row": row, "gpus": gpus, "tokens": o.batch * size * gpus * math.prod(plane), **run}
         if kernels:
             run |= kernel_times.sums(kernels)
-            print(f"{row}, {gpus} GPUs:\n{tables.of_records(kernels[: kernel_times.LARGEST])}", flush=True)
+            print(f"{row}, {gpus} GPUs:\n{kernel_times.table(kernels, kernels_alone, size / planes)}", flush=True)
+            kernels_alone = kernels_alone or kernels
         alone, together = alone or run, step_ms(run)
         if gpus > 1 and together and (ms := step_ms(alone)):
             run["efficiency"] = ms * run["tokens"] / alone["tokens"] / gpus / together

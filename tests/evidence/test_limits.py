@@ -69,7 +69,8 @@ def test_scaling_is_compared_with_one_card(monkeypatch, tmp_path, capsys):
 
     def launch(gpus, job, grid, batch, profile):
         launched.append((gpus, tuple(grid)))
-        kernels = [{"kernel": f"k{n}", "part": "rest", "calls": 1, "ms": 1.0} for n in range(16)]
+        kernels = [{"kernel": f"k{n}", "part": "rest", "calls": 1, "ms": 1.0} for n in range(30)]
+        kernels[-1]["ms"] += gpus - 1
         return {
             "graph ms": {1: 25, 2: 31.25, 4: 50}[gpus] * batch * grid[0] / 32,
             **({"kernels": kernels} if profile else {}),
@@ -81,7 +82,10 @@ def test_scaling_is_compared_with_one_card(monkeypatch, tmp_path, capsys):
     )
     assert launched == [(1, (8, 4)), (4, (8, 4)), (4, (2, 4))]
     printed = capsys.readouterr().out
-    assert "strong, 4 GPUs:" in printed and "| k14 " in printed and "k15" not in printed and "rest ms 16" in printed
+    assert "rest ms 33" in printed
+    strong = printed.split("strong, 4 GPUs:\n")[1].splitlines()  # 2 of 8 planes: a quarter of the work
+    assert [cell.strip() for cell in strong[2].split("|")[1:-1]] == ["k29", "rest", "1", "4", "3.75"]
+    assert "| k23 " in strong[26] and not strong[27]
     launched.clear()
     limits.main(["scaling", "--gpus", "1", "0", "--out", str(tmp_path)])  # as without a card
     assert launched == [(1, (32, 64, 64))]

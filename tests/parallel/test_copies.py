@@ -41,20 +41,32 @@ def test_addresses_of_wide_numbers_are_multiples_of_16_bytes(start, wide):
     assert x.storage_offset() == 0 and copies._wide(x)[0].is_complex() == wide
 
 
+def split(x, sizes, dim, batches):
+    return [part.split(sizes, dim) for part in x.split(batches)]
+
+
+def cat(parts, dim):
+    return torch.cat([torch.cat(xs, dim) for xs in parts])
+
+
 @pytest.mark.parametrize("sizes", [(32, 32), (16, 48), (13, 51), (0, 64)])
 @pytest.mark.parametrize("dim", [1, -1])
-def test_split_and_cat(sizes, dim, close_grads):
-    x = rows(torch.float64, 2, 64, 64).requires_grad_()
-    y = rows(torch.float64, 2, 64, 64).requires_grad_()
+@pytest.mark.parametrize("batches", [(3,), (1, 2)])
+def test_split_and_cat(sizes, dim, batches, close_grads):
+    x, y = (rows(torch.float64, 3, 64, 64).requires_grad_() for _ in range(2))
 
     def both(split, cat):
-        first, second = split(x * 2, sizes, dim)
-        return cat([second, y, first.sin()], dim)
+        return cat(
+            [
+                [second, z, first.sin()]
+                for (first, second), z in zip(split(x * 2, sizes, dim, batches), y.split(batches), strict=True)
+            ],
+            dim,
+        )
 
-    ours = both(copies.split, copies.cat)
-    theirs = both(lambda x, sizes, dim: x.split(sizes, dim), torch.cat)
+    ours, theirs = both(copies.split, copies.cat), both(split, cat)
     assert torch.equal(ours, theirs)
     close_grads(ours, theirs, [x, y], 1e-15)
     assert torch.autograd.gradgradcheck(
-        lambda x: copies.cat(copies.split(x * x, (1, 2), 1), 1), rows(torch.float64, 2, 3).requires_grad_()
+        lambda x: copies.cat(copies.split(x * x, (1, 2), 1, (1, 1)), 1), rows(torch.float64, 2, 3).requires_grad_()
     )

@@ -26,12 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from ndlightnet import NDLightNet, NDLightUNet, shard_grid
 from ndlightnet.parallel import Processes
+from ndlightnet.parallel import slab as slabs
 from tests.processes import SECONDS
 
 from .rare import anomaly, empty_batch, out_of_memory, refused, sequences, twice
 from .sharded_networks import CASES, FLOAT32, Case, error_of, gradient_error, gradients, slab
 
 TIMEOUT = 20  # seconds
+slabs.PART = 1  # each sample is an exchange of its own
 
 
 def against_whole(

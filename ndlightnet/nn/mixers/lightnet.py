@@ -15,18 +15,10 @@ from ndlightnet.nn.mixers.base import check_axes, default_heads, projected_like
 from ndlightnet.nn.mixers.with_local import LocalMixer, LocalState, Where
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.nn.projections import joins, project, residual_norm
-from ndlightnet.ops import (
-    attention_step,
-    axis_causal_attention,
-    global_attention,
-    norm_gate,
-    read,
-    summarize,
-    supported,
-)
+from ndlightnet.ops import attention_step, axis_causal_attention, norm_gate, read, summarize, supported
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
-from ndlightnet.ops.lightnet.attention import check_window
+from ndlightnet.ops.lightnet.attention import begin_global_attention, check_window
 from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.position import Kind
 
@@ -153,12 +145,13 @@ class LightNetAttention(Constants, LocalMixer):
         near = self.begin_local_values(v.flatten(2), layout, mask, causal, prefix)
         if causal:
             y, _ = self._causal((q, k, v), layout, mask)
-        else:
-            self._refuse_window()
-            position = self.lrpe(layout)._replace(prefix=prefix) if self.lrpe else None
-            within = None if prefix else layout
-            y = global_attention(q, k, v, mask=mask, position=position, layout=within, impl=self.impl)
-        return self._output(y, gate, near())
+            return self._output(y, gate, near())
+        self._refuse_window()
+        position = self.lrpe(layout)._replace(prefix=prefix) if self.lrpe else None
+        within = None if prefix else layout
+        attention = begin_global_attention(q, k, v, mask=mask, position=position, layout=within, impl=self.impl)
+        local = near()  # while the States of slabs are under way
+        return self._output(attention(), gate, local)
 
     def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
         self._refuse_window()

@@ -70,8 +70,8 @@ def axis_scan(
 
     if not cut:
         return grid.map_channels(scan, x, mask)
-    y = grid.map_channels(scan, x.to(products), mask).to(dtype)
-    return (x + y).to(dtype) if residual else y
+    y = grid.map_channels(scan, x.to(products), mask)
+    return ((x + y) if residual else y).to(dtype)
 
 
 def _check_weights(

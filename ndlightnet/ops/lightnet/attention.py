@@ -182,7 +182,7 @@ def global_attention(
     tokens of a sample, its States are merged; position then has the offsets of the layout.
     """
     if layout is not None and layout.shared:
-        return _merged(q, k, v, mask, position, layout, impl)
+        return _begin_merged(q, k, v, mask, position, layout, impl)()
     # kernels take samples end to end at once, by tables of a Ragged; all else takes those of one shape at a time
     pack = layout if isinstance(layout, Ragged) else None
     if pack is not None:
@@ -208,30 +208,48 @@ def global_attention(
     return read(q, summarize(k, v, mask=mask, position=position, impl=impl), position=position, impl=impl)
 
 
-def _merged(
+def begin_global_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    position: Position | None = None,
+    layout: Layout | None = None,
+    impl: Impl = "auto",
+) -> Callable[[], Tensor]:
+    """Return, when called, `global_attention`, where a slab already sends its State."""
+    if layout is not None and layout.shared:
+        return _begin_merged(q, k, v, mask, position, layout, impl)
+    out = global_attention(q, k, v, mask=mask, position=position, layout=layout, impl=impl)
+    return lambda: out
+
+
+def _begin_merged(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, layout: Layout, impl: Impl
-) -> Tensor:
-    """Global attention where a row has some of a sample's tokens: by the States of all, merged, or where those of
+) -> Callable[[], Tensor]:
+    """Begin global attention where a row has some of a sample's tokens: by the States of all, merged, or where those of
     several rows would be larger than the tokens by the features of all tokens of a sample at once, in torch."""
     if not layout.joint:
 
         def attend(grid: Layout, *qkv: Tensor, **options: Any) -> Tensor:
             return global_attention(*qkv, **options, layout=grid, impl=impl)
 
-        return map_attention(attend, layout, q, k, v, mask, position)
+        mapped = map_attention(attend, layout, q, k, v, mask, position)
+        return lambda: mapped
     _check(k, v, mask, position, q)
     rows = k.shape[-1] * (1 if position is None else 2)
     if layout.count == 1 or impl in ("triton", "reference") or k.shape[1] >= rows:
-        state = layout.merge(summarize(k, v, mask=mask, position=position, impl=impl))
-        return read(q, state, position=position, impl=impl)
+        merged = layout.merge(summarize(k, v, mask=mask, position=position, impl=impl))
+        return lambda: read(q, merged(), position=position, impl=impl)
     with exact(k):
         keys, values = (layout.join(x) for x in _mask_inputs(k, v, mask))
         factors = _factors(k, position)
         if factors is not None:  # (rows or none, tokens, heads or 1, features)
             factors = layout.join(factors.expand(len(k), *factors.shape[-3:]))
         state = parallel.summarize(keys, values, factors)
-        out = parallel.read(layout.join(_query(q, position)), state)
-        return layout.divide(out).to(q.dtype)
+        out = layout.divide(parallel.read(layout.join(_query(q, position)), state)).to(q.dtype)
+    return lambda: out
 
 
 def packed_position(layout: Ragged, k: Tensor, position: Position | None) -> Position | None:

@@ -311,7 +311,7 @@ def _attend(
     position = tokens.position
     frame_states, read = _by_triton(tokens, frames) if impl == "triton" else _by_torch(tokens, frames)
     if frame is not None and frame.shared:
-        frame_states = frame.merge(offset_gradient(frame_states, position, 1))
+        frame_states = frame.merge(offset_gradient(frame_states, position, 1))()
         frame_states = offset_gradient(frame_states, position, -1)
     all_states = frame_states = decayed(frame_states, forget)
     if state is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.ops.dispatch import Impl, resolve
@@ -89,16 +90,19 @@ def begin_local_mixing(
     cells, received = layout.halo(grid.unflatten(x), dim, before, after)
 
     def beside(planes: Tensor, size: int, first: bool) -> Tensor:
-        """Return what planes beside the grid add to its first or last `size` planes."""
-        if not planes.shape[dim]:
-            return planes
-        shape = list(planes.shape)
-        shape[dim] = size
-        inside = planes.new_zeros(shape)
-        both = torch.cat([planes, inside] if first else [inside, planes], dim)
-        strip = Grid(tuple(both.shape[1:-1]))
-        y = local_mixing(strip.flatten(both), weight, offsets, layout=strip, impl=impl)
-        return strip.unflatten(y).narrow(dim, planes.shape[dim] if first else 0, size)
+        """Return what planes beside the grid add to its first or last `size` planes: the sum over steps along the axis
+        of what taps of so many steps make of the planes that they reach from there."""
+        count, parts = planes.shape[dim], []
+        for steps in sorted({abs(n) for n in along if (n > 0 if first else n < 0)}):
+            start, end = max(0, steps - count), min(steps, size)  # planes of the grid, counted from its edge
+            if start < end:
+                read = planes.narrow(dim, count - steps + start if first else steps - end, end - start)
+                taps, weights = _taps_within(offsets, weight, dim - 1, steps if first else -steps)
+                strip = Grid(tuple(read.shape[1:-1]))
+                y = strip.unflatten(local_mixing(strip.flatten(read), weights, taps, layout=strip, impl=impl))
+                around = (start, size - end) if first else (size - end, start)
+                parts.append(pad(y, [0, 0] * (y.ndim - 1 - dim) + [*around]) if any(around) else y)
+        return sum(parts[1:], parts[0]) if parts else planes.narrow(dim, 0, 0)
 
     def wait() -> Tensor:
         first, last = received()
@@ -108,6 +112,17 @@ def begin_local_mixing(
         return add_planes(y, *sides, dim, cells.shape)
 
     return wait
+
+
+def _taps_within(
+    offsets: Sequence[Sequence[int]], weight: Tensor, axis: int, steps: int
+) -> tuple[list[tuple[int, ...]], Tensor]:
+    """Return the taps of so many steps along an axis as taps within a plane, and their weights."""
+    chosen = [i for i, offset in enumerate(offsets) if offset[axis] == steps]
+    taps = [(*offsets[i][:axis], 0, *offsets[i][axis + 1 :]) for i in chosen]
+    starts, ends = [i for i in chosen if i - 1 not in chosen], [i + 1 for i in chosen if i + 1 not in chosen]
+    rows = [weight[start:end] for start, end in zip(starts, ends, strict=True)]  # an index would be copied to the GPU
+    return taps, rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def local_mixing_step(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ndlightnet_evidence import tables
 from ndlightnet_evidence.tables import Run
 
-LARGEST = 15
+LARGEST, NAME = 25, 100  # rows of a table, letters of a name
 
 
 def kernels(call: Callable[[], Any]) -> list[Run]:
@@ -34,8 +35,16 @@ def kernels(call: Callable[[], Any]) -> list[Run]:
         if event.device_type.name == kind and not event.is_user_annotation:
             name, us = event.key, event.self_device_time_total if on_card else event.self_cpu_time_total
             part = "communication" if "nccl" in name.lower() else "MD-TPE" if name in tpe else "rest"
-            rows.append({"kernel": name[:80], "part": part, "calls": event.count, "ms": us / 1e3})
+            rows.append({"kernel": name, "part": part, "calls": event.count, "ms": us / 1e3})
     return sorted(rows, key=lambda row: -row["ms"])
+
+
+def table(rows: Sequence[Run], alone: Sequence[Run], share: float) -> str:
+    """Return a table of the kernels that take the most beyond their share of what they take on one GPU alone."""
+    times = {row["kernel"]: row["ms"] for row in alone}
+    rows = [{**row, "beyond": row["ms"] - share * times.get(row["kernel"], 0.0)} for row in rows]
+    largest = sorted(rows, key=lambda row: -row["beyond"])[:LARGEST]
+    return tables.of_records([{**row, "kernel": row["kernel"][:NAME]} for row in largest])
 
 
 def sums(rows: Sequence[Run]) -> Run:
