@@ -8,9 +8,13 @@ y[l] += sum_t coef[c, t] lambda_t^(l + 1) h[t, c],   h <- lambda_t^tile h + sum_
 (reverse: the same from the tile's other end). So a tile's sums are a product with the matrix of
 powers, states go from tile to tile element by element, and reading them is a product again.
 
-States: [tile, channel, way and state], what enters each tile. A tile's sums are written where they
-enter, in the next tile (reverse: in the one before), so lines of two tiles need no more. Nothing
-enters a line's first tile forward and its last one in reverse; nothing is written or read there.
+A line is one run of tiles, or several where there are few lines: a program takes the tiles of a run
+in their order and writes what enters each from the tiles of the run before it. What leaves a run
+enters the next one, and goes from run to run; who reads a state adds it, decayed by the tiles since.
+
+States: [page, channel, way and state]; pages: one for each tile, in its line's order, then, if there
+are several, one for each run. Nothing enters a run's first tile from its own tiles, nor a line's
+first run (reverse: its last); nothing is written or read there.
 
 The gradient of coef sums, over tiles, h times the sums of dy that h is read by; that of log_decay
 weighs every pair of tokens with its distance: the part in the earlier tile, in the later one, and
@@ -38,6 +42,8 @@ KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 SUMS = {2: (64, 64, 4, 3, 2), 4: (64, 64, 4, 3, 2)}
 READ = {2: (64, 64, 8, 3, 2), 4: (64, 64, 4, 3, 2)}
 GRAD = {2: (64, 64, 4, 1, 2), 4: (64, 32, 4, 1, 2)}
+INTS = [*axis_lines.INTS, "run"]  # run: tiles of a run
+RUNS, NUMBERS = 4, 64 * 64  # runs per multiprocessor at least, of so many numbers
 BLOCKS = 4  # blocks of states that a program reads
 
 
@@ -65,25 +71,56 @@ def _from_end(i, forward, TILE: tl.constexpr):
     return tl.where(forward, TILE - 1 - i, i)[:, None]
 
 
-@triton.jit(do_not_specialize=axis_lines.INTS)
+@triton.jit
+def _page(tile, order, shape, run):
+    """Return the page of the run that a tile, in its line the order-th of its way, belongs to."""
+    lines, n, inner, outer, tiles = shape
+    i = tile // (inner * tiles) * tl.cdiv(tiles, run) + order // run
+    return lines * tiles + i * inner + tile % inner
+
+
+@triton.jit
+def _address(page, c, k, dim, rows):
+    return (tl.cast(page, tl.int64) * dim + c)[:, None] * rows + k[None]
+
+
+@triton.jit
+def _entering(states, rates, tile, forward, c, k, ok, dim, rows, shape, run, TILE: tl.constexpr, RUNS: tl.constexpr):
+    """Return the states of a way that enter a tile: those from its run and, if a line has several RUNS, from the
+    runs before."""
+    lines, n, inner, outer, tiles = shape
+    j = tile // inner % tiles
+    order = tl.where(forward, j, tiles - 1 - j)
+    inside = (c < dim)[:, None] & ok[None]
+    value = tl.load(states + _address(tile, c, k, dim, rows), mask=inside & (order % run > 0), other=0.0)
+    if RUNS:
+        at = _address(_page(tile, order, shape, run), c, k, dim, rows)
+        before = tl.load(states + at, mask=inside & (order >= run), other=0.0).to(tl.float32)
+        value = value.to(tl.float32) + before * _power(rates, k, ok, order % run * TILE)
+    return value
+
+
+@triton.jit(do_not_specialize=INTS)
 def _sums_kernel(
     x,
     mask,
     table,
     rates,
     coef,
-    sums,
+    states,
     units,
     lines,
     n,
     inner,
     outer,
     tiles,
+    run,
     UNIT: tl.constexpr,
     STATES: tl.constexpr,
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    RUNS: tl.constexpr,
     C: tl.constexpr,
     FLIP: tl.constexpr,
     LONG: tl.constexpr,
@@ -92,7 +129,7 @@ def _sums_kernel(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the sums of tiles, times coef if given, where they enter the next tile."""
+    """Compute what enters tiles from the tiles of their run, and the next run from a run; times coef if given."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
     rows: tl.constexpr = STATES * WAYS
     dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
@@ -102,80 +139,89 @@ def _sums_kernel(
     inside = (c < dim)[:, None] & ok_k[None]
     r = tl.arange(0, TILE)
     power = _power(rates, k, ok_k, _from_end(r, forward, TILE)).to(OPERAND)
+    decay = _power(rates, k, ok_k, TILE)
     weight = tl.full((C, ROWS), 1.0, tl.float32)
     if coef is not None:
         weight = tl.load(coef + c[:, None] * rows + k[None], mask=inside, other=0.0)
-    first, last = tl.where(forward, 0, 1), tl.where(forward, inner, -inner)
-    for i in range(tl.program_id(1), lines * (tiles - 1), tl.num_programs(1)):
-        j = i // inner
-        tile = (j // (tiles - 1) * tiles + j % (tiles - 1) + first) * inner + i % inner
+    state = tl.zeros((C, ROWS), tl.float32)
+    runs, steps = tl.cdiv(tiles, run), tl.minimum(run, tiles - 1)  # nothing reads what leaves a line
+    here, programs = tl.program_id(1), tl.num_programs(1)
+    # one loop over runs and their tiles: loads of the next run are in flight while one ends
+    for i in range(tl.cdiv(lines * runs - here, programs) * steps):
+        j, step = here + i // steps * programs, i % steps
+        order = j // inner % runs * run + step
+        read = order < tiles - 1
+        place, back = tl.where(forward, order, tiles - 1 - order), tl.where(forward, inner, -inner)
+        tile = (j // (inner * runs) * tiles + place) * inner + j % inner
         at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
-        ok = axis_lines.valid(mask, at, ok, MASK)
+        ok = axis_lines.valid(mask, at, ok & read, MASK)
         value = tl.load(x + at[:, None] * dim + c[None], mask=ok[:, None] & (c < dim)[None], other=0.0)
         value = tl.trans(value.to(ROUND).to(OPERAND))
-        out = tl.dot(value, power, input_precision=PRECISION) * weight
-        to = (tl.cast(tile + last, tl.int64) * dim + c)[:, None] * rows + k[None]
-        tl.store(sums + to, out.to(sums.dtype.element_ty), mask=inside)
+        state = tl.where(step == 0, 0.0, state * decay)
+        state = tl.dot(value, power, state, input_precision=PRECISION)
+        page = tile + back
+        if RUNS:
+            page = tl.where(step + 1 < run, page, lines * tiles + j + inner)
+        out = (state * weight).to(states.dtype.element_ty)
+        tl.store(states + _address(page, c, k, dim, rows), out, mask=inside & read)
 
 
-@triton.jit(do_not_specialize=["dim", "inner", "tiles"])
+@triton.jit(do_not_specialize=["dim", "inner", "runs", "length"])
 def _carry_kernel(
-    sums,
+    states,
     rates,
     dim,
     inner,
-    tiles,
+    runs,
+    length,
     STATES: tl.constexpr,
     WAYS: tl.constexpr,
-    TILE: tl.constexpr,
-    FLIP: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Add to the sums that enter each tile those of all tiles before."""
+    """Add to what enters each run from the one before what all others before it add. length: tokens of a run."""
     blocks = tl.cdiv(STATES * dim, BLOCK)
     line, block = tl.program_id(0) // (WAYS * blocks), tl.program_id(0) % (WAYS * blocks)
     way = block // blocks
     i = block % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = i < STATES * dim
     t = way * STATES + i % STATES
-    decay = tl.exp2(tl.load(rates + t, mask=inside, other=0.0) * (1.4426950408889634 * TILE))
+    decay = tl.exp2(tl.load(rates + t, mask=inside, other=0.0) * (1.4426950408889634 * length))
     page = tl.cast(WAYS * STATES * dim, tl.int64)
-    base = sums + ((line // inner).to(tl.int64) * tiles * inner + line % inner) * page
+    base = states + ((line // inner).to(tl.int64) * runs * inner + line % inner) * page
     base += i // STATES * (WAYS * STATES) + t
-    forward = (way == 0) != FLIP
-    first, step = tl.where(forward, 1, tiles - 2), tl.where(forward, 1, -1)
     state = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, tiles - 1, GROUP):
+    for start in range(1, runs, GROUP):
         added = ()
         for j in tl.static_range(GROUP):
-            tile = first + (start + j) * step
-            added += (tl.load(base + tile * inner * page, mask=inside & (start + j < tiles - 1), other=0.0),)
+            at = base + (start + j) * inner * page
+            added += (tl.load(at, mask=inside & (start + j < runs), other=0.0),)
         for j in tl.static_range(GROUP):
-            tile = first + (start + j) * step
             state = state * decay + added[j].to(tl.float32)
-            value = state.to(sums.dtype.element_ty)
-            tl.store(base + tile * inner * page, value, mask=inside & (start + j < tiles - 1))
+            at = base + (start + j) * inner * page
+            tl.store(at, state.to(states.dtype.element_ty), mask=inside & (start + j < runs))
 
 
-@triton.jit(do_not_specialize=axis_lines.INTS)
+@triton.jit(do_not_specialize=INTS)
 def _read_kernel(
     y,
     mask,
     table,
     rates,
-    entering,
+    states,
     units,
     lines,
     n,
     inner,
     outer,
     tiles,
+    run,
     UNIT: tl.constexpr,
     STATES: tl.constexpr,
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    RUNS: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     C: tl.constexpr,
@@ -199,13 +245,11 @@ def _read_kernel(
         since = TILE - _from_end(r, (way == 0) != FLIP, TILE)
         powers += (_power(rates, k, ok_k, since).to(OPERAND),)
     for tile in range(tl.program_id(1), lines * tiles, tl.num_programs(1)):
-        j = tile // inner % tiles
         out = tl.zeros((TILE, C), tl.float32)
         for block in tl.static_range(FIRST, LAST):
             k, ok_k, way = _block(block, STATES, ROWS)
-            enters = tl.where((way == 0) != FLIP, j > 0, j < tiles - 1)
-            at = (tl.cast(tile, tl.int64) * dim + c)[:, None] * rows + k[None]
-            value = tl.load(entering + at, mask=(c < dim)[:, None] & (ok_k & enters)[None], other=0.0)
+            forward = (way == 0) != FLIP
+            value = _entering(states, rates, tile, forward, c, k, ok_k, dim, rows, shape, run, TILE, RUNS)
             out = tl.dot(powers[block - FIRST], tl.trans(value.to(OPERAND)), out, input_precision=PRECISION)
         at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
         ok = axis_lines.valid(mask, at, ok, MASK)[:, None] & (c < dim)[None]
@@ -214,7 +258,7 @@ def _read_kernel(
         tl.store(to, out.to(y.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=axis_lines.INTS)
+@triton.jit(do_not_specialize=INTS)
 def _grad_kernel(
     dy,
     x,
@@ -222,8 +266,8 @@ def _grad_kernel(
     table,
     rates,
     coef,
-    entering,
-    leaving,
+    states,
+    adjoints,
     out,
     units,
     lines,
@@ -231,11 +275,13 @@ def _grad_kernel(
     inner,
     outer,
     tiles,
+    run,
     UNIT: tl.constexpr,
     STATES: tl.constexpr,
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    RUNS: tl.constexpr,
     C: tl.constexpr,
     LONG: tl.constexpr,
     MASK: tl.constexpr,
@@ -244,8 +290,8 @@ def _grad_kernel(
     PRECISION: tl.constexpr,
 ):
     """Compute gradients of the part of y that comes from other tiles: out[split, 0, c, k] is that of
-    coef, out[split, 1, c, k] summed over c that of log_decay. entering: states of x that enter a
-    tile; leaving: their adjoints after the tile, times coef."""
+    coef, out[split, 1, c, k] summed over c that of log_decay. states: of x; adjoints: those of dy,
+    which go the other way, times coef."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
     rows: tl.constexpr = STATES * WAYS
     dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
@@ -270,11 +316,8 @@ def _grad_kernel(
         g = tl.load(dy + to, mask=ok[:, None] & (c < dim)[None], other=0.0).to(ROUND).to(OPERAND)
         ok = axis_lines.valid(mask, at, ok, MASK)
         v = tl.load(x + to, mask=ok[:, None] & (c < dim)[None], other=0.0).to(ROUND).to(OPERAND)
-        page = (tl.cast(tile, tl.int64) * dim + c)[:, None] * rows + k[None]
-        j = tile // inner % tiles
-        before, after = tl.where(forward, j, tiles - 1 - j) > 0, tl.where(forward, tiles - 1 - j, j) > 0
-        h = tl.load(entering + page, mask=inside & before, other=0.0).to(tl.float32)
-        a = tl.load(leaving + page, mask=inside & after, other=0.0).to(tl.float32)
+        h = _entering(states, rates, tile, forward, c, k, ok_k, dim, rows, shape, run, TILE, RUNS).to(tl.float32)
+        a = _entering(adjoints, rates, tile, not forward, c, k, ok_k, dim, rows, shape, run, TILE, RUNS).to(tl.float32)
         # neighbouring columns, which a thread has of a product
         both = tl.dot(tl.trans(g), y_powers, input_precision=PRECISION).reshape(C, ROWS, 2)
         y_sum, y_slope = tl.split(both)
@@ -328,8 +371,11 @@ def _plan(
     blocks, unit = states.ways * cdiv(states.each, columns), next(u for u in (8, 4, 2, 1) if dim % u == 0)
     programs = cdiv(dim, channels) * (1 if joint else blocks)
     splits = min(lines.lines * lines.tiles, max(1, each * processors(x) // programs))
+    run = _run(x, lines, states)
     constants = {
         **lines.sizes,
+        "run": run,
+        "RUNS": run < lines.tiles,
         "units": dim // unit,
         "UNIT": unit,
         "STATES": states.each,
@@ -346,44 +392,46 @@ def _plan(
     return (cdiv(dim, channels), splits, 1 if joint else blocks), blocks, constants
 
 
-def _carry_plan(x: Tensor, states: States, lines: Lines, flip: bool) -> Launch:
-    """A thread loads 16 bytes at once where there are programs enough, else less and of more tiles."""
+def _run(x: Tensor, lines: Lines, states: States) -> int:
+    """Return the tiles of a run: a whole line's where there are lines enough."""
+    least = cdiv(RUNS * processors(x) * NUMBERS, x.shape[-1] * states.each * states.ways)
+    return cdiv(lines.tiles, min(lines.tiles, cdiv(least, lines.lines)))
+
+
+def _carry_plan(x: Tensor, states: States, lines: Lines, run: int, runs: int) -> Launch:
+    """A thread loads 16 bytes at once where there are programs enough, else less and of more runs."""
     numbers, block, group = states.each * x.shape[-1], 1024, 8
     if lines.lines * states.ways * cdiv(numbers, block) < 4 * processors(x):
         block, group = 256, 16
-    group = min(group, power_of_2(lines.tiles - 1))
+    group = min(group, power_of_2(runs - 1))
     grid = (lines.lines * states.ways * cdiv(numbers, block),)
-    sizes = {"dim": x.shape[-1], "inner": lines.inner, "tiles": lines.tiles}
-    constants = {
-        "STATES": states.each,
-        "WAYS": states.ways,
-        "TILE": lines.tile,
-        "FLIP": flip,
-        "BLOCK": block,
-        "GROUP": group,
-    }
+    sizes = {"dim": x.shape[-1], "inner": lines.inner, "runs": runs, "length": run * lines.tile}
+    constants = {"STATES": states.each, "WAYS": states.ways, "BLOCK": block, "GROUP": group}
     return Launch(_carry_kernel, grid, **sizes, **constants, num_warps=4)
 
 
 def entering(
     x: Tensor, mask: Tensor | None, lines: Lines, states: States, products: torch.dtype, flip: bool, weigh: bool
 ) -> Tensor:
-    """Return the states that enter each tile of lines (tiles, dim, ways * states), except where nothing does. flip:
-    those of the adjoint, which go the other way. weigh: times their coefficients."""
-    shape = lines.lines * lines.tiles, *states.coef.shape
-    sums = torch.empty(shape, dtype=_dtype(products), device=x.device)
+    """Return the pages of states of lines (pages, dim, ways * states). flip: those of the adjoint, which go the other
+    way. weigh: times their coefficients."""
+    run = _run(x, lines, states)
+    runs, first = cdiv(lines.tiles, run), lines.lines * lines.tiles
+    pages = torch.empty(
+        first + (runs > 1) * lines.lines * runs, *states.coef.shape, dtype=_dtype(products), device=x.device
+    )
 
     def make() -> tuple[Launch, Launch]:
         grid, _, constants = _plan(x, states, lines, products, SUMS, joint=False)
         options = {"FLIP": flip, "MASK": mask is not None, "ROUND": KINDS[products]}
-        return Launch(_sums_kernel, grid, **constants, **options), _carry_plan(x, states, lines, flip)
+        return Launch(_sums_kernel, grid, **constants, **options), _carry_plan(x, states, lines, run, runs)
 
     key = (x.device, x.dtype, x.shape, mask is None, axis_lines.key([lines]), states.each, states.ways, products)
     sum_up, carry = remembered(("entering", *key, flip, weigh), make)
-    sum_up(x, mask, lines.table, states.rates, states.coef if weigh else None, sums)
-    if lines.tiles > 2:
-        carry(sums, states.rates)
-    return sums
+    sum_up(x, mask, lines.table, states.rates, states.coef if weigh else None, pages)
+    if runs > 2:
+        carry(pages[first:], states.rates)
+    return pages
 
 
 def read(
