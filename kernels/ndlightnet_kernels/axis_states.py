@@ -72,14 +72,6 @@ def _from_end(i, forward, TILE: tl.constexpr):
 
 
 @triton.jit
-def _page(tile, order, shape, run):
-    """Return the page of the run that a tile, in its line the order-th of its way, belongs to."""
-    lines, n, inner, outer, tiles = shape
-    i = tile // (inner * tiles) * tl.cdiv(tiles, run) + order // run
-    return lines * tiles + i * inner + tile % inner
-
-
-@triton.jit
 def _address(page, c, k, dim, rows):
     return (tl.cast(page, tl.int64) * dim + c)[:, None] * rows + k[None]
 
@@ -94,10 +86,22 @@ def _entering(states, rates, tile, forward, c, k, ok, dim, rows, shape, run, TIL
     inside = (c < dim)[:, None] & ok[None]
     value = tl.load(states + _address(tile, c, k, dim, rows), mask=inside & (order % run > 0), other=0.0)
     if RUNS:
-        at = _address(_page(tile, order, shape, run), c, k, dim, rows)
+        i = tile // (inner * tiles) * tl.cdiv(tiles, run) + order // run
+        at = _address(lines * tiles + i * inner + tile % inner, c, k, dim, rows)
         before = tl.load(states + at, mask=inside & (order >= run), other=0.0).to(tl.float32)
         value = value.to(tl.float32) + before * _power(rates, k, ok, order % run * TILE)
     return value
+
+
+@triton.jit
+def _place(i, steps, forward, shape, run):
+    """Return, for step i of a program that takes runs in turn, a run, the step in it, and the tile and its order in its
+    line, which may lie beyond the line."""
+    lines, n, inner, outer, tiles = shape
+    j, step, runs = tl.program_id(1) + i // steps * tl.num_programs(1), i % steps, tl.cdiv(tiles, run)
+    order = j // inner % runs * run + step
+    tile = (j // (inner * runs) * tiles + tl.where(forward, order, tiles - 1 - order)) * inner + j % inner
+    return j, step, tile, order
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -120,6 +124,7 @@ def _sums_kernel(
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    WITHIN: tl.constexpr,
     RUNS: tl.constexpr,
     C: tl.constexpr,
     FLIP: tl.constexpr,
@@ -129,7 +134,8 @@ def _sums_kernel(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute what enters tiles from the tiles of their run, and the next run from a run; times coef if given."""
+    """Compute what enters tiles from those WITHIN their run, if asked, and the next run from a run; times coef if
+    given."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
     rows: tl.constexpr = STATES * WAYS
     dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
@@ -144,24 +150,23 @@ def _sums_kernel(
     if coef is not None:
         weight = tl.load(coef + c[:, None] * rows + k[None], mask=inside, other=0.0)
     state = tl.zeros((C, ROWS), tl.float32)
-    runs, steps = tl.cdiv(tiles, run), tl.minimum(run, tiles - 1)  # nothing reads what leaves a line
-    here, programs = tl.program_id(1), tl.num_programs(1)
+    steps = tl.minimum(run, tiles - 1)  # nothing reads what leaves a line
+    items = tl.cdiv(lines * tl.cdiv(tiles, run) - tl.program_id(1), tl.num_programs(1))
     # one loop over runs and their tiles: loads of the next run are in flight while one ends
-    for i in range(tl.cdiv(lines * runs - here, programs) * steps):
-        j, step = here + i // steps * programs, i % steps
-        order = j // inner % runs * run + step
+    for i in range(items * steps):
+        j, step, tile, order = _place(i, steps, forward, shape, run)
         read = order < tiles - 1
-        place, back = tl.where(forward, order, tiles - 1 - order), tl.where(forward, inner, -inner)
-        tile = (j // (inner * runs) * tiles + place) * inner + j % inner
         at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
         ok = axis_lines.valid(mask, at, ok & read, MASK)
         value = tl.load(x + at[:, None] * dim + c[None], mask=ok[:, None] & (c < dim)[None], other=0.0)
         value = tl.trans(value.to(ROUND).to(OPERAND))
         state = tl.where(step == 0, 0.0, state * decay)
         state = tl.dot(value, power, state, input_precision=PRECISION)
-        page = tile + back
+        page = tile + tl.where(forward, inner, -inner)
         if RUNS:
-            page = tl.where(step + 1 < run, page, lines * tiles + j + inner)
+            leaves = step + 1 == run
+            page = tl.where(leaves, WITHIN * lines * tiles + j + inner, page)
+            read = read & (WITHIN | leaves)
         out = (state * weight).to(states.dtype.element_ty)
         tl.store(states + _address(page, c, k, dim, rows), out, mask=inside & read)
 
@@ -291,7 +296,8 @@ def _grad_kernel(
 ):
     """Compute gradients of the part of y that comes from other tiles: out[split, 0, c, k] is that of
     coef, out[split, 1, c, k] summed over c that of log_decay. states: of x; adjoints: those of dy,
-    which go the other way, times coef."""
+    which go the other way, times coef. A run's states stay in registers; states: what enters a run,
+    if there are several."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
     rows: tl.constexpr = STATES * WAYS
     dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
@@ -302,28 +308,40 @@ def _grad_kernel(
     r = tl.arange(0, TILE)
     far = _from_end(r, forward, TILE)
     # an adjoint is that of the next tile's first token: one decay less than at the token before
-    x_slope = (_power(rates, k, ok_k, far + 1) * far).to(OPERAND)
+    power = tl.join(_power(rates, k, ok_k, far), _power(rates, k, ok_k, far + 1) * far)
+    x_powers = power.reshape(TILE, 2 * ROWS).to(OPERAND)
     since = TILE - far
     power = _power(rates, k, ok_k, since)
     y_powers = tl.join(power, power * since).reshape(TILE, 2 * ROWS).to(OPERAND)
-    between = _power(rates, k, ok_k, TILE + 1) * TILE
+    decay, between = _power(rates, k, ok_k, TILE), _power(rates, k, ok_k, TILE + 1) * TILE
     weight = tl.load(coef + c[:, None] * rows + k[None], mask=inside, other=0.0)
     grad = tl.zeros((C, ROWS), tl.float32)
     slope = tl.zeros((C, ROWS), tl.float32)
-    for tile in range(tl.program_id(1), lines * tiles, tl.num_programs(1)):
+    h = tl.zeros((C, ROWS), tl.float32)
+    items = tl.cdiv(lines * tl.cdiv(tiles, run) - tl.program_id(1), tl.num_programs(1))
+    for i in range(items * run):
+        j, step, tile, order = _place(i, run, forward, shape, run)
         at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
+        ok = ok & (order < tiles)
         to = at[:, None] * dim + c[None]
         g = tl.load(dy + to, mask=ok[:, None] & (c < dim)[None], other=0.0).to(ROUND).to(OPERAND)
         ok = axis_lines.valid(mask, at, ok, MASK)
         v = tl.load(x + to, mask=ok[:, None] & (c < dim)[None], other=0.0).to(ROUND).to(OPERAND)
-        h = _entering(states, rates, tile, forward, c, k, ok_k, dim, rows, shape, run, TILE, RUNS).to(tl.float32)
-        a = _entering(adjoints, rates, tile, not forward, c, k, ok_k, dim, rows, shape, run, TILE, RUNS).to(tl.float32)
+        ok_a = ok_k & (order < tiles)
+        a = _entering(adjoints, rates, tile, not forward, c, k, ok_a, dim, rows, shape, run, TILE, RUNS).to(tl.float32)
+        h = tl.where(step == 0, 0.0, h)
+        if states is not None:
+            first = states + _address(j, c, k, dim, rows)
+            h += tl.load(first, mask=inside & (step == 0) & (order >= run), other=0.0).to(tl.float32)
         # neighbouring columns, which a thread has of a product
         both = tl.dot(tl.trans(g), y_powers, input_precision=PRECISION).reshape(C, ROWS, 2)
         y_sum, y_slope = tl.split(both)
         grad += y_sum * h
         slope += y_slope * (h * weight)
-        slope += (tl.dot(tl.trans(v), x_slope, input_precision=PRECISION) + between * h) * a
+        both = tl.dot(tl.trans(v), x_powers, input_precision=PRECISION).reshape(C, ROWS, 2)
+        x_sum, x_slope = tl.split(both)
+        slope += (x_slope + between * h) * a
+        h = h * decay + x_sum
     at = (tl.program_id(1).to(tl.int64) * 2 * dim + c)[:, None] * rows + k[None]
     tl.store(out + at, grad, mask=inside)
     tl.store(out + at + tl.cast(rows, tl.int64) * dim, slope, mask=inside)
@@ -411,23 +429,30 @@ def _carry_plan(x: Tensor, states: States, lines: Lines, run: int, runs: int) ->
 
 
 def entering(
-    x: Tensor, mask: Tensor | None, lines: Lines, states: States, products: torch.dtype, flip: bool, weigh: bool
+    x: Tensor,
+    mask: Tensor | None,
+    lines: Lines,
+    states: States,
+    products: torch.dtype,
+    flip: bool,
+    weigh: bool = True,
+    within: bool = True,
 ) -> Tensor:
     """Return the pages of states of lines (pages, dim, ways * states). flip: those of the adjoint, which go the other
-    way. weigh: times their coefficients."""
+    way. weigh: times their coefficients. within: tiles have pages, not only runs."""
     run = _run(x, lines, states)
-    runs, first = cdiv(lines.tiles, run), lines.lines * lines.tiles
+    runs, first = cdiv(lines.tiles, run), lines.lines * lines.tiles * within
     pages = torch.empty(
         first + (runs > 1) * lines.lines * runs, *states.coef.shape, dtype=_dtype(products), device=x.device
     )
 
     def make() -> tuple[Launch, Launch]:
         grid, _, constants = _plan(x, states, lines, products, SUMS, joint=False)
-        options = {"FLIP": flip, "MASK": mask is not None, "ROUND": KINDS[products]}
+        options = {"FLIP": flip, "MASK": mask is not None, "ROUND": KINDS[products], "WITHIN": within}
         return Launch(_sums_kernel, grid, **constants, **options), _carry_plan(x, states, lines, run, runs)
 
     key = (x.device, x.dtype, x.shape, mask is None, axis_lines.key([lines]), states.each, states.ways, products)
-    sum_up, carry = remembered(("entering", *key, flip, weigh), make)
+    sum_up, carry = remembered(("entering", *key, flip, weigh, within), make)
     sum_up(x, mask, lines.table, states.rates, states.coef if weigh else None, pages)
     if runs > 2:
         carry(pages[first:], states.rates)
@@ -455,7 +480,9 @@ def weights_grad(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return what other tiles add to the gradients of coef (dim, states) and log_decay (states,), for each way.
     adjoints: `entering` of dy, with flip and weigh."""
-    states_of_x = entering(x, mask, lines, states, products, flip=False, weigh=False)
+    before = None
+    if _run(x, lines, states) < lines.tiles:
+        before = entering(x, mask, lines, states, products, flip=False, weigh=False, within=False)
 
     def make() -> tuple[int, Launch]:
         grid, _, constants = _plan(x, states, lines, products, GRAD, joint=False)
@@ -464,7 +491,7 @@ def weights_grad(
     key = (x.device, x.dtype, dy.dtype, x.shape, mask is None, axis_lines.key([lines]), states.each, states.ways)
     splits, launch = remembered(("grad", *key, products), make)
     out = torch.empty(splits, 2, *states.coef.shape, device=x.device)
-    launch(dy, x, mask, lines.table, states.rates, states.coef, states_of_x, adjoints, out)
+    launch(dy, x, mask, lines.table, states.rates, states.coef, before, adjoints, out)
     coef, slope = out.sum(0)
     each = states.each
     return list(zip(coef.split(each, 1), slope.sum(0).split(each), strict=True))
