@@ -96,11 +96,13 @@ def _entering(states, rates, tile, forward, c, k, ok, dim, rows, shape, run, TIL
 @triton.jit
 def _place(i, steps, forward, shape, run):
     """Return, for step i of a program that takes runs in turn, a run, the step in it, and the tile and its order in its
-    line, which may lie beyond the line."""
+    line; beyond the line, its last tile."""
     lines, n, inner, outer, tiles = shape
     j, step, runs = tl.program_id(1) + i // steps * tl.num_programs(1), i % steps, tl.cdiv(tiles, run)
     order = j // inner % runs * run + step
-    tile = (j // (inner * runs) * tiles + tl.where(forward, order, tiles - 1 - order)) * inner + j % inner
+    place = tl.minimum(order, tiles - 1)
+    place = tl.where(forward, place, tiles - 1 - place)
+    tile = (j // (inner * runs) * tiles + place) * inner + j % inner
     return j, step, tile, order
 
 
