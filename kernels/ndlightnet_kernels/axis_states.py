@@ -43,7 +43,7 @@ SUMS = {2: (64, 64, 4, 3, 2), 4: (64, 64, 4, 3, 2)}
 READ = {2: (64, 64, 8, 3, 2), 4: (64, 64, 4, 3, 2)}
 GRAD = {2: (64, 64, 4, 1, 2), 4: (64, 32, 4, 1, 2)}
 INTS = [*axis_lines.INTS, "run"]  # run: tiles of a run
-RUNS, NUMBERS = 4, 64 * 64  # runs per multiprocessor at least, of so many numbers
+PROGRAMS, NUMBERS = 2, 64 * 64  # programs per multiprocessor that share runs, and a program's states
 BLOCKS = 4  # blocks of states that a program reads
 
 
@@ -83,13 +83,15 @@ def _entering(states, rates, tile, forward, c, k, ok, dim, rows, shape, run, TIL
     lines, n, inner, outer, tiles = shape
     j = tile // inner % tiles
     order = tl.where(forward, j, tiles - 1 - j)
-    inside = (c < dim)[:, None] & ok[None]
-    value = tl.load(states + _address(tile, c, k, dim, rows), mask=inside & (order % run > 0), other=0.0)
+    inside, step = (c < dim)[:, None] & ok[None], order
+    if RUNS:
+        step = order % run
+    value = tl.load(states + _address(tile, c, k, dim, rows), mask=inside & (step > 0), other=0.0)
     if RUNS:
         i = tile // (inner * tiles) * tl.cdiv(tiles, run) + order // run
         at = _address(lines * tiles + i * inner + tile % inner, c, k, dim, rows)
         before = tl.load(states + at, mask=inside & (order >= run), other=0.0).to(tl.float32)
-        value = value.to(tl.float32) + before * _power(rates, k, ok, order % run * TILE)
+        value = value.to(tl.float32) + before * _power(rates, k, ok, step * TILE)
     return value
 
 
@@ -413,9 +415,14 @@ def _plan(
 
 
 def _run(x: Tensor, lines: Lines, states: States) -> int:
-    """Return the tiles of a run: a whole line's where there are lines enough."""
-    least = cdiv(RUNS * processors(x) * NUMBERS, x.shape[-1] * states.each * states.ways)
-    return cdiv(lines.tiles, min(lines.tiles, cdiv(least, lines.lines)))
+    """Return the tiles of a run: a line's, or fewer where programs, which take whole runs, would not share the tiles
+    evenly."""
+    programs = max(1, PROGRAMS * processors(x) * NUMBERS // (x.shape[-1] * len(states.rates)))
+    for runs in range(1, lines.tiles):
+        run = cdiv(lines.tiles, runs)
+        if cdiv(lines.lines * cdiv(lines.tiles, run), programs) * run * programs <= 1.1 * lines.lines * lines.tiles:
+            return run
+    return 1
 
 
 def _carry_plan(x: Tensor, states: States, lines: Lines, run: int, runs: int) -> Launch:

@@ -155,8 +155,8 @@ def test_outputs_and_gradients(grid, dim, states, ways, dtype, masked, residual,
 @pytest.mark.parametrize(
     "grid, dim, states, ways, dtype, masked, residual, batch, skip, products, out, longest, numbers",
     [
-        ((140,), 5, 3, 1, BRAIN, None, False, 2, 0, None, None, 16, 11),  # three runs of three tiles
-        ((50, 2), 24, 4, 2, BRAIN, "holes", True, 1, 0, None, None, 16, 96),
+        ((140,), 5, 3, 1, BRAIN, None, False, 2, 0, None, None, 16, 23),  # three runs of three tiles
+        ((50, 2), 24, 4, 2, BRAIN, "holes", True, 1, 0, None, None, 16, 192),
         ((3, 33), 5, 20, 2, HALF, "holes", False, 1, 1, None, None, 16, 1),
         ((50,), 70, 3, 2, FULL, None, True, 1, 0, None, None, 32, 1),
         ((290,), 2, 3, 2, FULL, "holes", False, 1, 0, None, None, 16, 4096),  # more runs than are carried at once
@@ -171,7 +171,7 @@ def test_outputs_and_gradients(grid, dim, states, ways, dtype, masked, residual,
 def test_lines_of_several_tiles(
     monkeypatch, grid, dim, states, ways, dtype, masked, residual, batch, skip, products, out, longest, numbers
 ):
-    """Lines of one run and of several: the fewer numbers a program is to have, the longer are runs."""
+    """Lines of one run and of several: the more numbers, the more programs share runs."""
     monkeypatch.setattr(kernels, "_longest", lambda products: longest)
     monkeypatch.setattr(axis_states, "NUMBERS", numbers)
     check(problem(grid, dim, states, ways, dtype, masked, batch, skip), residual, products, out)
