@@ -74,12 +74,12 @@ class Lines(NamedTuple):
         return self.tile if self.tiles > 1 else 0
 
     def tokens(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        """Return tensors of tokens (..., dim), and at the end their mask (...), from the first token of the lines on."""
+        """Return tensors of tokens (..., dim), and at the end their mask (...), from the lines' first token on."""
         if self.start == 0:
             return list(tensors)
-        *rows, mask = tensors
-        found = [None if x is None else x.flatten(0, -2)[self.start :] for x in rows]
-        return [*found, None if mask is None else mask.flatten()[self.start :]]
+        *tokens, mask = tensors
+        later = [None if x is None else x.flatten(0, -2)[self.start :] for x in tokens]
+        return [*later, None if mask is None else mask.flatten()[self.start :]]
 
 
 Tables = Sequence[tuple[int, int, Tensor]]  # axis, longest line, table
@@ -101,16 +101,16 @@ def walk(x: Tensor, tables: Tables | None, longest: int) -> list[Lines]:
 
 def parts(walk: list[Lines]) -> list[Lines]:
     """Return lines without their last tiles, and these as lines of their own, where what is left fits shorter tiles."""
-    found = []
+    pieces = []
     for lines in walk:
         whole = (lines.tiles - 1) * lines.tile
         blocks = power_of_2(cdiv(lines.n - whole, 16))
         if lines.table is not None or whole == 0 or blocks == lines.blocks:
-            found.append(lines)
+            pieces.append(lines)
             continue
-        found.append(lines._replace(n=whole, tiles=lines.tiles - 1))
-        found.append(lines._replace(n=lines.n - whole, blocks=blocks, tiles=1, start=whole * lines.inner))
-    return found
+        pieces.append(lines._replace(n=whole, tiles=lines.tiles - 1))
+        pieces.append(lines._replace(n=lines.n - whole, blocks=blocks, tiles=1, start=whole * lines.inner))
+    return pieces
 
 
 def key(walk: list[Lines]) -> tuple[Any, ...]:

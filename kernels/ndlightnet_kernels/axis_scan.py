@@ -306,7 +306,7 @@ def _product(
             entering.append(None)
             continue
         states = States.of(_ways(weights, lines.axis))
-        weighed = axis_states.entering(x, None if flip else mask, lines, states, products, flip)
+        weighed = axis_states.entering(x, None if flip else mask, lines, states, products, flip, weigh=True)
         axis_states.read(y, mask if flip else None, lines, states, weighed, products, flip)
         entering.append(weighed)
     return y, entering

@@ -34,7 +34,7 @@ from torch import Tensor
 from ndlightnet_kernels import axis_lines
 from ndlightnet_kernels.axis_lines import Lines
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.tiles import cdiv, power_of_2, processors
+from ndlightnet_kernels.tiles import cdiv, hint, power_of_2, processors
 
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Plans for bfloat16 states and for float32 ones: channels of a program, states of a product at a
@@ -80,7 +80,7 @@ def _address(page, c, k, dim, rows):
 def _entering(states, rates, tile, forward, c, k, ok, dim, rows, shape, run, TILE: tl.constexpr, RUNS: tl.constexpr):
     """Return the states of a way that enter a tile: those from its run and, if a line has several RUNS, from the
     runs before."""
-    lines, n, inner, outer, tiles = shape
+    lines, inner, tiles = shape[0], shape[2], shape[4]
     j = tile // inner % tiles
     order = tl.where(forward, j, tiles - 1 - j)
     inside, step = (c < dim)[:, None] & ok[None], order
@@ -99,7 +99,7 @@ def _entering(states, rates, tile, forward, c, k, ok, dim, rows, shape, run, TIL
 def _place(i, steps, forward, shape, run):
     """Return, for step i of a program that takes runs in turn, a run, the step in it, and the tile and its order in its
     line; beyond the line, its last tile."""
-    lines, n, inner, outer, tiles = shape
+    inner, tiles = shape[2], shape[4]
     j, step, runs = tl.program_id(1) + i // steps * tl.num_programs(1), i % steps, tl.cdiv(tiles, run)
     order = j // inner % runs * run + step
     place = tl.minimum(order, tiles - 1)
@@ -128,7 +128,6 @@ def _sums_kernel(
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
-    WITHIN: tl.constexpr,
     RUNS: tl.constexpr,
     C: tl.constexpr,
     FLIP: tl.constexpr,
@@ -138,8 +137,8 @@ def _sums_kernel(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute what enters tiles from those WITHIN their run, if asked, and the next run from a run; times coef if
-    given."""
+    """Compute what enters tiles from their run, and the next run from a run, times coef; without coef, only the
+    latter."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
     rows: tl.constexpr = STATES * WAYS
     dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
@@ -150,8 +149,9 @@ def _sums_kernel(
     r = tl.arange(0, TILE)
     power = _power(rates, k, ok_k, _from_end(r, forward, TILE)).to(OPERAND)
     decay = _power(rates, k, ok_k, TILE)
-    weight = tl.full((C, ROWS), 1.0, tl.float32)
+    weight, pages = tl.full((C, ROWS), 1.0, tl.float32), 0
     if coef is not None:
+        pages = lines * tiles
         weight = tl.load(coef + c[:, None] * rows + k[None], mask=inside, other=0.0)
     state = tl.zeros((C, ROWS), tl.float32)
     steps = tl.minimum(run, tiles - 1)  # nothing reads what leaves a line
@@ -169,8 +169,9 @@ def _sums_kernel(
         page = tile + tl.where(forward, inner, -inner)
         if RUNS:
             leaves = step + 1 == run
-            page = tl.where(leaves, WITHIN * lines * tiles + j + inner, page)
-            read = read & (WITHIN | leaves)
+            page = tl.where(leaves, pages + j + inner, page)
+            if coef is None:
+                read = read & leaves
         out = (state * weight).to(states.dtype.element_ty)
         tl.store(states + _address(page, c, k, dim, rows), out, mask=inside & read)
 
@@ -418,50 +419,34 @@ def _run(x: Tensor, lines: Lines, states: States) -> int:
     """Return the tiles of a run: a line's, or fewer where programs, which take whole runs, would not share the tiles
     evenly."""
     programs = max(1, PROGRAMS * processors(x) * NUMBERS // (x.shape[-1] * len(states.rates)))
+    number = hint(lines.lines)
     for runs in range(1, lines.tiles):
         run = cdiv(lines.tiles, runs)
-        if cdiv(lines.lines * cdiv(lines.tiles, run), programs) * run * programs <= 1.1 * lines.lines * lines.tiles:
+        if cdiv(number * cdiv(lines.tiles, run), programs) * run * programs <= 1.1 * number * lines.tiles:
             return run
     return 1
 
 
-def _carry_plan(x: Tensor, states: States, lines: Lines, run: int, runs: int) -> Launch:
-    """A thread loads 16 bytes at once where there are programs enough, else less and of more runs."""
-    numbers, block, group = states.each * x.shape[-1], 1024, 8
-    if lines.lines * states.ways * cdiv(numbers, block) < 4 * processors(x):
-        block, group = 256, 16
-    group = min(group, power_of_2(runs - 1))
-    grid = (lines.lines * states.ways * cdiv(numbers, block),)
-    sizes = {"dim": x.shape[-1], "inner": lines.inner, "runs": runs, "length": run * lines.tile}
-    constants = {"STATES": states.each, "WAYS": states.ways, "BLOCK": block, "GROUP": group}
-    return Launch(_carry_kernel, grid, **sizes, **constants, num_warps=4)
-
-
 def entering(
-    x: Tensor,
-    mask: Tensor | None,
-    lines: Lines,
-    states: States,
-    products: torch.dtype,
-    flip: bool,
-    weigh: bool = True,
-    within: bool = True,
+    x: Tensor, mask: Tensor | None, lines: Lines, states: States, products: torch.dtype, flip: bool, weigh: bool
 ) -> Tensor:
-    """Return the pages of states of lines (pages, dim, ways * states). flip: those of the adjoint, which go the other
-    way. weigh: times their coefficients. within: tiles have pages, not only runs."""
+    """Return the pages of states of lines (pages, dim, ways * states), times their coefficients; if not to `weigh`, the
+    pages of runs alone. flip: states of the adjoint, which go the other way."""
     run = _run(x, lines, states)
-    runs, first = cdiv(lines.tiles, run), lines.lines * lines.tiles * within
-    pages = torch.empty(
-        first + (runs > 1) * lines.lines * runs, *states.coef.shape, dtype=_dtype(products), device=x.device
-    )
+    runs, first = cdiv(lines.tiles, run), lines.lines * lines.tiles * weigh
+    count = first + lines.lines * runs * (runs > 1)
+    pages = torch.empty(count, *states.coef.shape, dtype=_dtype(products), device=x.device)
 
     def make() -> tuple[Launch, Launch]:
         grid, _, constants = _plan(x, states, lines, products, SUMS, joint=False)
-        options = {"FLIP": flip, "MASK": mask is not None, "ROUND": KINDS[products], "WITHIN": within}
-        return Launch(_sums_kernel, grid, **constants, **options), _carry_plan(x, states, lines, run, runs)
+        options = {"FLIP": flip, "MASK": mask is not None, "ROUND": KINDS[products]}
+        sizes = {"dim": x.shape[-1], "inner": lines.inner, "runs": runs, "length": run * lines.tile}
+        sizes |= {"STATES": states.each, "WAYS": states.ways, "BLOCK": 256, "GROUP": 16}
+        programs = lines.lines * states.ways * cdiv(states.each * x.shape[-1], 256)
+        return Launch(_sums_kernel, grid, **constants, **options), Launch(_carry_kernel, (programs,), **sizes)
 
     key = (x.device, x.dtype, x.shape, mask is None, axis_lines.key([lines]), states.each, states.ways, products)
-    sum_up, carry = remembered(("entering", *key, flip, weigh, within), make)
+    sum_up, carry = remembered(("entering", *key, flip, weigh), make)
     sum_up(x, mask, lines.table, states.rates, states.coef if weigh else None, pages)
     if runs > 2:
         carry(pages[first:], states.rates)
@@ -491,7 +476,7 @@ def weights_grad(
     adjoints: `entering` of dy, with flip and weigh."""
     before = None
     if _run(x, lines, states) < lines.tiles:
-        before = entering(x, mask, lines, states, products, flip=False, weigh=False, within=False)
+        before = entering(x, mask, lines, states, products, flip=False, weigh=False)
 
     def make() -> tuple[int, Launch]:
         grid, _, constants = _plan(x, states, lines, products, GRAD, joint=False)
