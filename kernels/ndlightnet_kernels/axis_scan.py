@@ -30,11 +30,11 @@ from ndlightnet_kernels.tiles import cdiv, processors
 LONGEST = 128  # tokens of the longest line that is one dense product, in 16 bits; half as many in float32
 # Plans by blocks of 16 tokens in a line: channels of a warp, warps, programs per multiprocessor,
 # stages of loads in flight. Measured on an H200 for 2 and 4 blocks.
-PRODUCT = {1: (4, 8, 2, 3), 2: (4, 8, 2, 3), 4: (4, 8, 1, 2), 8: (2, 8, 1, 2)}
-CORRELATE = {1: (8, 4, 2, 1), 2: (8, 4, 2, 1), 4: (4, 4, 2, 2), 8: (2, 4, 2, 1)}
+PRODUCT = {1: (4, 8, 2, 3), 2: (4, 8, 2, 3), 4: (4, 8, 1, 2), 8: (2, 8, 1, 1)}
+CORRELATE = {1: (8, 4, 2, 1), 2: (8, 4, 2, 1), 4: (4, 4, 2, 2), 8: (2, 4, 2, 2)}
 # Plans for float32: the largest that fit, not compared
 PRODUCT_FULL = {1: (4, 4, 2, 1), 2: (2, 8, 1, 1), 4: (2, 4, 2, 1)}
-CORRELATE_FULL = {1: (4, 4, 2, 1), 2: (2, 4, 2, 1), 4: (1, 8, 2, 1)}
+CORRELATE_FULL = {1: (4, 4, 2, 1), 2: (2, 4, 2, 1), 4: (1, 4, 3, 2)}
 INTS = ["span", "flip", *axis_lines.INTS]
 
 

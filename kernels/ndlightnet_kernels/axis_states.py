@@ -40,8 +40,8 @@ KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 # Plans for bfloat16 states and for float32 ones: channels of a program, states of a product at a
 # time, warps, stages of loads in flight, programs per multiprocessor
 SUMS = {2: (64, 64, 4, 3, 2), 4: (64, 64, 4, 3, 2)}
-READ = {2: (64, 64, 8, 3, 2), 4: (64, 64, 4, 3, 2)}
-GRAD = {2: (64, 64, 4, 1, 2), 4: (64, 32, 4, 1, 2)}
+READ = {2: (64, 64, 8, 3, 2), 4: (32, 64, 4, 3, 2)}
+GRAD = {2: (64, 64, 8, 3, 1), 4: (64, 32, 4, 1, 2)}
 INTS = [*axis_lines.INTS, "run"]  # run: tiles of a run
 PROGRAMS, NUMBERS = 2, 64 * 64  # programs per multiprocessor that share runs, and a program's states
 BLOCKS = 4  # blocks of states that a program reads
@@ -327,10 +327,11 @@ def _grad_kernel(
     for i in range(items * run):
         j, step, tile, order = _place(i, run, forward, shape, run)
         at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
-        ok = ok & (order < tiles)
         to = at[:, None] * dim + c[None]
-        g = tl.load(dy + to, mask=ok[:, None] & (c < dim)[None], other=0.0).to(ROUND).to(OPERAND)
-        ok = axis_lines.valid(mask, at, ok, MASK)
+        # nothing enters a line's first tile, and nothing reads what leaves its last one
+        read = (ok & (order > 0) & (order < tiles))[:, None] & (c < dim)[None]
+        g = tl.load(dy + to, mask=read, other=0.0).to(ROUND).to(OPERAND)
+        ok = axis_lines.valid(mask, at, ok & (order < tiles - 1), MASK)
         v = tl.load(x + to, mask=ok[:, None] & (c < dim)[None], other=0.0).to(ROUND).to(OPERAND)
         ok_a = ok_k & (order < tiles)
         a = _entering(adjoints, rates, tile, not forward, c, k, ok_a, dim, rows, shape, run, TILE, RUNS).to(tl.float32)
