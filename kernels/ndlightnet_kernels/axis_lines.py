@@ -47,15 +47,17 @@ def valid(mask, at, ok, MASK: tl.constexpr):
 
 class Lines(NamedTuple):
     """Lines along an axis: the blocks of 16 tokens in a tile (a power of two, so that few kernels serve all lengths),
-    the lines' number, and their tokens. Token r of line i is i // inner * n * inner + i % inner + r * inner; or table
-    (lines, 3) int32 has first token, step and length of each line. tiles: of a line."""
+    the lines' number, and their tokens. Token r < n of line i is start + i // inner * outer + i % inner + r * inner; or
+    table (lines, 3) int32 has first token, step and length of each line. tiles: of a line."""
 
     axis: int
     blocks: int
     lines: int
     n: int = 0
     inner: int = 1
+    outer: int = 0
     tiles: int = 1
+    start: int = 0
     table: Tensor | None = None
 
     @property
@@ -65,12 +67,19 @@ class Lines(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        outer = self.n * self.inner
-        return {"lines": self.lines, "n": self.n, "inner": self.inner, "outer": outer, "tiles": self.tiles}
+        return {name: getattr(self, name) for name in INTS}
 
     @property
     def cut(self) -> int:
         return self.tile if self.tiles > 1 else 0
+
+    def tokens(self, *tensors: Tensor | None) -> list[Tensor | None]:
+        """Return tensors of tokens (..., dim), and at the end their mask (...), from the lines' first token on."""
+        if self.start == 0:
+            return list(tensors)
+        *tokens, mask = tensors
+        later = [None if x is None else x.flatten(0, -2)[self.start :] for x in tokens]
+        return [*later, None if mask is None else mask.flatten()[self.start :]]
 
 
 Tables = Sequence[tuple[int, int, Tensor]]  # axis, longest line, table
@@ -82,7 +91,7 @@ def walk(x: Tensor, tables: Tables | None, longest: int) -> list[Lines]:
 
     def lines(axis: int, n: int, count: int, inner: int, table: Tensor | None) -> Lines:
         tile = min(longest, 16 * power_of_2(cdiv(n, 16)))
-        return Lines(axis, tile // 16, count, n, inner, cdiv(n, tile), table)
+        return Lines(axis, tile // 16, count, n, inner, n * inner, cdiv(n, tile), 0, table)
 
     if tables is not None:
         return [lines(axis, most, len(table), 1, table) for axis, most, table in tables]
@@ -90,6 +99,20 @@ def walk(x: Tensor, tables: Tables | None, longest: int) -> list[Lines]:
     return [lines(a, n, shape.numel() // n, shape[2 + a :].numel(), None) for a, n in enumerate(shape[1:])]
 
 
+def parts(walk: list[Lines]) -> list[Lines]:
+    """Return lines without their last tiles, and these as lines of their own, where what is left fits shorter tiles."""
+    pieces = []
+    for lines in walk:
+        whole = (lines.tiles - 1) * lines.tile
+        blocks = power_of_2(cdiv(lines.n - whole, 16))
+        if lines.table is not None or whole == 0 or blocks == lines.blocks:
+            pieces.append(lines)
+            continue
+        pieces.append(lines._replace(n=whole, tiles=lines.tiles - 1))
+        pieces.append(lines._replace(n=lines.n - whole, blocks=blocks, tiles=1, start=whole * lines.inner))
+    return pieces
+
+
 def key(walk: list[Lines]) -> tuple[Any, ...]:
     """Return what launches depend on."""
-    return tuple((*line[:6], line.table is None) for line in walk)
+    return tuple((*line[:-1], line.table is None) for line in walk)

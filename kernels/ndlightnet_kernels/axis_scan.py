@@ -30,11 +30,11 @@ from ndlightnet_kernels.tiles import cdiv, processors
 LONGEST = 128  # tokens of the longest line that is one dense product, in 16 bits; half as many in float32
 # Plans by blocks of 16 tokens in a line: channels of a warp, warps, programs per multiprocessor,
 # stages of loads in flight. Measured on an H200 for 2 and 4 blocks.
-PRODUCT = {1: (4, 8, 2, 3), 2: (4, 8, 2, 3), 4: (4, 8, 1, 2), 8: (2, 8, 1, 2)}
-CORRELATE = {1: (8, 4, 2, 1), 2: (8, 4, 2, 1), 4: (4, 4, 2, 2), 8: (2, 4, 2, 1)}
+PRODUCT = {1: (4, 8, 2, 3), 2: (4, 8, 2, 3), 4: (4, 8, 1, 2), 8: (2, 8, 1, 1)}
+CORRELATE = {1: (8, 4, 2, 1), 2: (8, 4, 2, 1), 4: (4, 4, 2, 2), 8: (2, 4, 2, 2)}
 # Plans for float32: the largest that fit, not compared
 PRODUCT_FULL = {1: (4, 4, 2, 1), 2: (2, 8, 1, 1), 4: (2, 4, 2, 1)}
-CORRELATE_FULL = {1: (4, 4, 2, 1), 2: (2, 4, 2, 1), 4: (1, 8, 2, 1)}
+CORRELATE_FULL = {1: (4, 4, 2, 1), 2: (2, 4, 2, 1), 4: (1, 4, 3, 2)}
 INTS = ["span", "flip", *axis_lines.INTS]
 
 
@@ -268,10 +268,10 @@ def _launch(
 
 
 def _product_plan(
-    x: Tensor, masked: bool, residual: bool, flip: bool, walk: list[Lines], span: int, products: torch.dtype
+    x: Tensor, masked: bool, residual: bool, flip: bool, parts: list[Lines], span: int, products: torch.dtype
 ) -> list[Launch]:
     plans, launches = PRODUCT if products.itemsize == 2 else PRODUCT_FULL, []
-    for lines in walk:
+    for lines in parts:
         _, programs, constants = _launch(x, lines, products, 8, plans[lines.blocks])
         constants |= {"ADD": lines.axis > 0, "RESIDUAL": residual and lines.axis == 0, "flip": -1 if flip else 1}
         constants |= {"MASK_IN": masked and not flip, "MASK_OUT": masked and flip, "span": span}
@@ -294,12 +294,14 @@ def _product(
     span, y = 16 * max(lines.blocks for lines in walk), torch.empty_like(x, dtype=dtype)
     taps = axis_taps.taps(x, span, weights, products)
     key = (x.device, x.dtype, x.shape, mask is None, axis_lines.key(walk), residual, flip, products, dtype)
+    parts = axis_lines.parts(walk)
     launches = remembered(
-        ("product", *key), lambda: _product_plan(x, mask is not None, residual, flip, walk, span, products)
+        ("product", *key), lambda: _product_plan(x, mask is not None, residual, flip, parts, span, products)
     )
+    for part, launch in zip(parts, launches, strict=True):
+        launch(*part.tokens(x, y, mask), part.table, taps[part.axis])
     entering: list[Tensor | None] = []
-    for lines, launch in zip(walk, launches, strict=True):
-        launch(x, y, mask, lines.table, taps[lines.axis])
+    for lines in walk:
         if lines.tiles == 1:
             entering.append(None)
             continue
@@ -347,11 +349,11 @@ def forward(
 
 
 def _correlate_plan(
-    x: Tensor, masked: bool, ways: list[int], walk: list[Lines], products: torch.dtype
+    x: Tensor, masked: bool, ways: list[int], parts: list[Lines], products: torch.dtype
 ) -> list[tuple[int, Launch]]:
-    """Return the number of splits and the launch for each group of lines."""
+    """Return the number of splits and the launch for each part of the lines."""
     plans, launches = CORRELATE if products.itemsize == 2 else CORRELATE_FULL, []
-    for lines in walk:
+    for lines in parts:
         splits, programs, constants = _launch(x, lines, products, 16, plans[lines.blocks])
         launch = Launch(_correlate_kernel, (programs,), WAYS=ways[lines.axis], MASK=masked, **constants)
         launches.append((splits, launch))
@@ -382,14 +384,12 @@ def backward(
     dtaps = torch.zeros(axes, dim, 2 * span, device=x.device)
     ways = [len(_ways(weights, axis)) for axis in range(axes)]
     key = (x.device, x.dtype, x.shape, mask is None, axis_lines.key(walk), dy.dtype, tuple(ways), products)
-    launches = remembered(("correlate", *key), lambda: _correlate_plan(x, mask is not None, ways, walk, products))
-    for lines, (splits, launch) in zip(walk, launches, strict=True):
-        sums = torch.empty(splits, 2 * lines.blocks, 16, 8, dim, device=x.device)
-        launch(dy, x, mask, lines.table, sums)
-        total = dtaps[lines.axis] if tables is None else torch.zeros_like(dtaps[lines.axis])
-        axis_taps.fold(sums, total, span, ways[lines.axis])
-        if tables is not None:
-            dtaps[lines.axis] += total
+    parts = axis_lines.parts(walk)
+    launches = remembered(("correlate", *key), lambda: _correlate_plan(x, mask is not None, ways, parts, products))
+    for part, (splits, launch) in zip(parts, launches, strict=True):
+        sums = torch.empty(splits, 2 * part.blocks, 16, 8, dim, device=x.device)
+        launch(*part.tokens(dy, x, mask), part.table, sums)
+        axis_taps.fold(sums, dtaps[part.axis], span, ways[part.axis])
     grads: list[Any] = axis_taps.weights_grad(dtaps, weights, span)
     for lines, leaving in zip(walk, adjoints, strict=True):
         if leaving is not None:

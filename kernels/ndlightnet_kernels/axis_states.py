@@ -8,9 +8,13 @@ y[l] += sum_t coef[c, t] lambda_t^(l + 1) h[t, c],   h <- lambda_t^tile h + sum_
 (reverse: the same from the tile's other end). So a tile's sums are a product with the matrix of
 powers, states go from tile to tile element by element, and reading them is a product again.
 
-States: [tile, channel, way and state], what enters each tile. A tile's sums are written where they
-enter, in the next tile (reverse: in the one before), so lines of two tiles need no more. Nothing
-enters a line's first tile forward and its last one in reverse; nothing is written or read there.
+A line is one run of tiles, or several where there are few lines: a program takes the tiles of a run
+in their order and writes what enters each from the tiles of the run before it. What leaves a run
+enters the next one, and goes from run to run; who reads a state adds it, decayed by the tiles since.
+
+States: [page, channel, way and state]; pages: one for each tile, in its line's order, then, if there
+are several, one for each run. Nothing enters a run's first tile from its own tiles, nor a line's
+first run (reverse: its last); nothing is written or read there.
 
 The gradient of coef sums, over tiles, h times the sums of dy that h is read by; that of log_decay
 weighs every pair of tokens with its distance: the part in the earlier tile, in the later one, and
@@ -30,14 +34,16 @@ from torch import Tensor
 from ndlightnet_kernels import axis_lines
 from ndlightnet_kernels.axis_lines import Lines
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.tiles import cdiv, power_of_2, processors
+from ndlightnet_kernels.tiles import cdiv, hint, power_of_2, processors
 
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Plans for bfloat16 states and for float32 ones: channels of a program, states of a product at a
 # time, warps, stages of loads in flight, programs per multiprocessor
 SUMS = {2: (64, 64, 4, 3, 2), 4: (64, 64, 4, 3, 2)}
-READ = {2: (64, 64, 8, 3, 2), 4: (64, 64, 4, 3, 2)}
-GRAD = {2: (64, 64, 4, 1, 2), 4: (64, 32, 4, 1, 2)}
+READ = {2: (64, 64, 8, 3, 2), 4: (32, 64, 4, 3, 2)}
+GRAD = {2: (64, 64, 8, 3, 1), 4: (64, 32, 4, 1, 2)}
+INTS = [*axis_lines.INTS, "run"]  # run: tiles of a run
+PROGRAMS, NUMBERS = 2, 64 * 64  # programs per multiprocessor that share runs, and a program's states
 BLOCKS = 4  # blocks of states that a program reads
 
 
@@ -65,25 +71,64 @@ def _from_end(i, forward, TILE: tl.constexpr):
     return tl.where(forward, TILE - 1 - i, i)[:, None]
 
 
-@triton.jit(do_not_specialize=axis_lines.INTS)
+@triton.jit
+def _address(page, c, k, dim, rows):
+    return (tl.cast(page, tl.int64) * dim + c)[:, None] * rows + k[None]
+
+
+@triton.jit
+def _entering(states, rates, tile, forward, c, k, ok, dim, rows, shape, run, TILE: tl.constexpr, RUNS: tl.constexpr):
+    """Return the states of a way that enter a tile: those from its run and, if a line has several RUNS, from the
+    runs before."""
+    lines, inner, tiles = shape[0], shape[2], shape[4]
+    j = tile // inner % tiles
+    order = tl.where(forward, j, tiles - 1 - j)
+    inside, step = (c < dim)[:, None] & ok[None], order
+    if RUNS:
+        step = order % run
+    value = tl.load(states + _address(tile, c, k, dim, rows), mask=inside & (step > 0), other=0.0)
+    if RUNS:
+        i = tile // (inner * tiles) * tl.cdiv(tiles, run) + order // run
+        at = _address(lines * tiles + i * inner + tile % inner, c, k, dim, rows)
+        before = tl.load(states + at, mask=inside & (order >= run), other=0.0).to(tl.float32)
+        value = value.to(tl.float32) + before * _power(rates, k, ok, step * TILE)
+    return value
+
+
+@triton.jit
+def _place(i, steps, forward, shape, run):
+    """Return, for step i of a program that takes runs in turn, a run, the step in it, and the tile and its order in its
+    line; beyond the line, its last tile."""
+    inner, tiles = shape[2], shape[4]
+    j, step, runs = tl.program_id(1) + i // steps * tl.num_programs(1), i % steps, tl.cdiv(tiles, run)
+    order = j // inner % runs * run + step
+    place = tl.minimum(order, tiles - 1)
+    place = tl.where(forward, place, tiles - 1 - place)
+    tile = (j // (inner * runs) * tiles + place) * inner + j % inner
+    return j, step, tile, order
+
+
+@triton.jit(do_not_specialize=INTS)
 def _sums_kernel(
     x,
     mask,
     table,
     rates,
     coef,
-    sums,
+    states,
     units,
     lines,
     n,
     inner,
     outer,
     tiles,
+    run,
     UNIT: tl.constexpr,
     STATES: tl.constexpr,
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    RUNS: tl.constexpr,
     C: tl.constexpr,
     FLIP: tl.constexpr,
     LONG: tl.constexpr,
@@ -92,7 +137,8 @@ def _sums_kernel(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the sums of tiles, times coef if given, where they enter the next tile."""
+    """Compute what enters tiles from their run, and the next run from a run, times coef; without coef, only the
+    latter."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
     rows: tl.constexpr = STATES * WAYS
     dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
@@ -102,80 +148,90 @@ def _sums_kernel(
     inside = (c < dim)[:, None] & ok_k[None]
     r = tl.arange(0, TILE)
     power = _power(rates, k, ok_k, _from_end(r, forward, TILE)).to(OPERAND)
-    weight = tl.full((C, ROWS), 1.0, tl.float32)
+    decay = _power(rates, k, ok_k, TILE)
+    weight, pages = tl.full((C, ROWS), 1.0, tl.float32), 0
     if coef is not None:
+        pages = lines * tiles
         weight = tl.load(coef + c[:, None] * rows + k[None], mask=inside, other=0.0)
-    first, last = tl.where(forward, 0, 1), tl.where(forward, inner, -inner)
-    for i in range(tl.program_id(1), lines * (tiles - 1), tl.num_programs(1)):
-        j = i // inner
-        tile = (j // (tiles - 1) * tiles + j % (tiles - 1) + first) * inner + i % inner
+    state = tl.zeros((C, ROWS), tl.float32)
+    steps = tl.minimum(run, tiles - 1)  # nothing reads what leaves a line
+    items = tl.cdiv(lines * tl.cdiv(tiles, run) - tl.program_id(1), tl.num_programs(1))
+    # one loop over runs and their tiles: loads of the next run are in flight while one ends
+    for i in range(items * steps):
+        j, step, tile, order = _place(i, steps, forward, shape, run)
+        read = order < tiles - 1
         at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
-        ok = axis_lines.valid(mask, at, ok, MASK)
+        ok = axis_lines.valid(mask, at, ok & read, MASK)
         value = tl.load(x + at[:, None] * dim + c[None], mask=ok[:, None] & (c < dim)[None], other=0.0)
         value = tl.trans(value.to(ROUND).to(OPERAND))
-        out = tl.dot(value, power, input_precision=PRECISION) * weight
-        to = (tl.cast(tile + last, tl.int64) * dim + c)[:, None] * rows + k[None]
-        tl.store(sums + to, out.to(sums.dtype.element_ty), mask=inside)
+        state = tl.where(step == 0, 0.0, state * decay)
+        state = tl.dot(value, power, state, input_precision=PRECISION)
+        page = tile + tl.where(forward, inner, -inner)
+        if RUNS:
+            leaves = step + 1 == run
+            page = tl.where(leaves, pages + j + inner, page)
+            if coef is None:
+                read = read & leaves
+        out = (state * weight).to(states.dtype.element_ty)
+        tl.store(states + _address(page, c, k, dim, rows), out, mask=inside & read)
 
 
-@triton.jit(do_not_specialize=["dim", "inner", "tiles"])
+@triton.jit(do_not_specialize=["dim", "inner", "runs", "length"])
 def _carry_kernel(
-    sums,
+    states,
     rates,
     dim,
     inner,
-    tiles,
+    runs,
+    length,
     STATES: tl.constexpr,
     WAYS: tl.constexpr,
-    TILE: tl.constexpr,
-    FLIP: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Add to the sums that enter each tile those of all tiles before."""
+    """Add to what enters each run from the one before what all others before it add. length: tokens of a run."""
     blocks = tl.cdiv(STATES * dim, BLOCK)
     line, block = tl.program_id(0) // (WAYS * blocks), tl.program_id(0) % (WAYS * blocks)
     way = block // blocks
     i = block % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = i < STATES * dim
     t = way * STATES + i % STATES
-    decay = tl.exp2(tl.load(rates + t, mask=inside, other=0.0) * (1.4426950408889634 * TILE))
+    decay = tl.exp2(tl.load(rates + t, mask=inside, other=0.0) * (1.4426950408889634 * length))
     page = tl.cast(WAYS * STATES * dim, tl.int64)
-    base = sums + ((line // inner).to(tl.int64) * tiles * inner + line % inner) * page
+    base = states + ((line // inner).to(tl.int64) * runs * inner + line % inner) * page
     base += i // STATES * (WAYS * STATES) + t
-    forward = (way == 0) != FLIP
-    first, step = tl.where(forward, 1, tiles - 2), tl.where(forward, 1, -1)
     state = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, tiles - 1, GROUP):
+    for start in range(1, runs, GROUP):
         added = ()
         for j in tl.static_range(GROUP):
-            tile = first + (start + j) * step
-            added += (tl.load(base + tile * inner * page, mask=inside & (start + j < tiles - 1), other=0.0),)
+            at = base + (start + j) * inner * page
+            added += (tl.load(at, mask=inside & (start + j < runs), other=0.0),)
         for j in tl.static_range(GROUP):
-            tile = first + (start + j) * step
             state = state * decay + added[j].to(tl.float32)
-            value = state.to(sums.dtype.element_ty)
-            tl.store(base + tile * inner * page, value, mask=inside & (start + j < tiles - 1))
+            at = base + (start + j) * inner * page
+            tl.store(at, state.to(states.dtype.element_ty), mask=inside & (start + j < runs))
 
 
-@triton.jit(do_not_specialize=axis_lines.INTS)
+@triton.jit(do_not_specialize=INTS)
 def _read_kernel(
     y,
     mask,
     table,
     rates,
-    entering,
+    states,
     units,
     lines,
     n,
     inner,
     outer,
     tiles,
+    run,
     UNIT: tl.constexpr,
     STATES: tl.constexpr,
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    RUNS: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     C: tl.constexpr,
@@ -199,13 +255,11 @@ def _read_kernel(
         since = TILE - _from_end(r, (way == 0) != FLIP, TILE)
         powers += (_power(rates, k, ok_k, since).to(OPERAND),)
     for tile in range(tl.program_id(1), lines * tiles, tl.num_programs(1)):
-        j = tile // inner % tiles
         out = tl.zeros((TILE, C), tl.float32)
         for block in tl.static_range(FIRST, LAST):
             k, ok_k, way = _block(block, STATES, ROWS)
-            enters = tl.where((way == 0) != FLIP, j > 0, j < tiles - 1)
-            at = (tl.cast(tile, tl.int64) * dim + c)[:, None] * rows + k[None]
-            value = tl.load(entering + at, mask=(c < dim)[:, None] & (ok_k & enters)[None], other=0.0)
+            forward = (way == 0) != FLIP
+            value = _entering(states, rates, tile, forward, c, k, ok_k, dim, rows, shape, run, TILE, RUNS)
             out = tl.dot(powers[block - FIRST], tl.trans(value.to(OPERAND)), out, input_precision=PRECISION)
         at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
         ok = axis_lines.valid(mask, at, ok, MASK)[:, None] & (c < dim)[None]
@@ -214,7 +268,7 @@ def _read_kernel(
         tl.store(to, out.to(y.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=axis_lines.INTS)
+@triton.jit(do_not_specialize=INTS)
 def _grad_kernel(
     dy,
     x,
@@ -222,8 +276,8 @@ def _grad_kernel(
     table,
     rates,
     coef,
-    entering,
-    leaving,
+    states,
+    adjoints,
     out,
     units,
     lines,
@@ -231,11 +285,13 @@ def _grad_kernel(
     inner,
     outer,
     tiles,
+    run,
     UNIT: tl.constexpr,
     STATES: tl.constexpr,
     WAYS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    RUNS: tl.constexpr,
     C: tl.constexpr,
     LONG: tl.constexpr,
     MASK: tl.constexpr,
@@ -244,8 +300,9 @@ def _grad_kernel(
     PRECISION: tl.constexpr,
 ):
     """Compute gradients of the part of y that comes from other tiles: out[split, 0, c, k] is that of
-    coef, out[split, 1, c, k] summed over c that of log_decay. entering: states of x that enter a
-    tile; leaving: their adjoints after the tile, times coef."""
+    coef, out[split, 1, c, k] summed over c that of log_decay. states: of x; adjoints: those of dy,
+    which go the other way, times coef. A run's states stay in registers; states: what enters a run,
+    if there are several."""
     INT: tl.constexpr = tl.int64 if LONG else tl.int32
     rows: tl.constexpr = STATES * WAYS
     dim, shape = units * UNIT, (lines, n, inner, outer, tiles)
@@ -256,31 +313,41 @@ def _grad_kernel(
     r = tl.arange(0, TILE)
     far = _from_end(r, forward, TILE)
     # an adjoint is that of the next tile's first token: one decay less than at the token before
-    x_slope = (_power(rates, k, ok_k, far + 1) * far).to(OPERAND)
+    power = tl.join(_power(rates, k, ok_k, far), _power(rates, k, ok_k, far + 1) * far)
+    x_powers = power.reshape(TILE, 2 * ROWS).to(OPERAND)
     since = TILE - far
     power = _power(rates, k, ok_k, since)
     y_powers = tl.join(power, power * since).reshape(TILE, 2 * ROWS).to(OPERAND)
-    between = _power(rates, k, ok_k, TILE + 1) * TILE
+    decay, between = _power(rates, k, ok_k, TILE), _power(rates, k, ok_k, TILE + 1) * TILE
     weight = tl.load(coef + c[:, None] * rows + k[None], mask=inside, other=0.0)
     grad = tl.zeros((C, ROWS), tl.float32)
     slope = tl.zeros((C, ROWS), tl.float32)
-    for tile in range(tl.program_id(1), lines * tiles, tl.num_programs(1)):
+    h = tl.zeros((C, ROWS), tl.float32)
+    items = tl.cdiv(lines * tl.cdiv(tiles, run) - tl.program_id(1), tl.num_programs(1))
+    for i in range(items * run):
+        j, step, tile, order = _place(i, run, forward, shape, run)
         at, ok = axis_lines.tokens(table, tile, r, shape, INT, TILE)
         to = at[:, None] * dim + c[None]
-        g = tl.load(dy + to, mask=ok[:, None] & (c < dim)[None], other=0.0).to(ROUND).to(OPERAND)
-        ok = axis_lines.valid(mask, at, ok, MASK)
+        # nothing enters a line's first tile, and nothing reads what leaves its last one
+        read = (ok & (order > 0) & (order < tiles))[:, None] & (c < dim)[None]
+        g = tl.load(dy + to, mask=read, other=0.0).to(ROUND).to(OPERAND)
+        ok = axis_lines.valid(mask, at, ok & (order < tiles - 1), MASK)
         v = tl.load(x + to, mask=ok[:, None] & (c < dim)[None], other=0.0).to(ROUND).to(OPERAND)
-        page = (tl.cast(tile, tl.int64) * dim + c)[:, None] * rows + k[None]
-        j = tile // inner % tiles
-        before, after = tl.where(forward, j, tiles - 1 - j) > 0, tl.where(forward, tiles - 1 - j, j) > 0
-        h = tl.load(entering + page, mask=inside & before, other=0.0).to(tl.float32)
-        a = tl.load(leaving + page, mask=inside & after, other=0.0).to(tl.float32)
+        ok_a = ok_k & (order < tiles)
+        a = _entering(adjoints, rates, tile, not forward, c, k, ok_a, dim, rows, shape, run, TILE, RUNS).to(tl.float32)
+        h = tl.where(step == 0, 0.0, h)
+        if states is not None:
+            first = states + _address(j, c, k, dim, rows)
+            h += tl.load(first, mask=inside & (step == 0) & (order >= run), other=0.0).to(tl.float32)
         # neighbouring columns, which a thread has of a product
         both = tl.dot(tl.trans(g), y_powers, input_precision=PRECISION).reshape(C, ROWS, 2)
         y_sum, y_slope = tl.split(both)
         grad += y_sum * h
         slope += y_slope * (h * weight)
-        slope += (tl.dot(tl.trans(v), x_slope, input_precision=PRECISION) + between * h) * a
+        both = tl.dot(tl.trans(v), x_powers, input_precision=PRECISION).reshape(C, ROWS, 2)
+        x_sum, x_slope = tl.split(both)
+        slope += (x_slope + between * h) * a
+        h = h * decay + x_sum
     at = (tl.program_id(1).to(tl.int64) * 2 * dim + c)[:, None] * rows + k[None]
     tl.store(out + at, grad, mask=inside)
     tl.store(out + at + tl.cast(rows, tl.int64) * dim, slope, mask=inside)
@@ -328,8 +395,11 @@ def _plan(
     blocks, unit = states.ways * cdiv(states.each, columns), next(u for u in (8, 4, 2, 1) if dim % u == 0)
     programs = cdiv(dim, channels) * (1 if joint else blocks)
     splits = min(lines.lines * lines.tiles, max(1, each * processors(x) // programs))
+    run = _run(x, lines, states)
     constants = {
         **lines.sizes,
+        "run": run,
+        "RUNS": run < lines.tiles,
         "units": dim // unit,
         "UNIT": unit,
         "STATES": states.each,
@@ -346,44 +416,42 @@ def _plan(
     return (cdiv(dim, channels), splits, 1 if joint else blocks), blocks, constants
 
 
-def _carry_plan(x: Tensor, states: States, lines: Lines, flip: bool) -> Launch:
-    """A thread loads 16 bytes at once where there are programs enough, else less and of more tiles."""
-    numbers, block, group = states.each * x.shape[-1], 1024, 8
-    if lines.lines * states.ways * cdiv(numbers, block) < 4 * processors(x):
-        block, group = 256, 16
-    group = min(group, power_of_2(lines.tiles - 1))
-    grid = (lines.lines * states.ways * cdiv(numbers, block),)
-    sizes = {"dim": x.shape[-1], "inner": lines.inner, "tiles": lines.tiles}
-    constants = {
-        "STATES": states.each,
-        "WAYS": states.ways,
-        "TILE": lines.tile,
-        "FLIP": flip,
-        "BLOCK": block,
-        "GROUP": group,
-    }
-    return Launch(_carry_kernel, grid, **sizes, **constants, num_warps=4)
+def _run(x: Tensor, lines: Lines, states: States) -> int:
+    """Return the tiles of a run: a line's, or fewer where programs, which take whole runs, would not share the tiles
+    evenly."""
+    programs = max(1, PROGRAMS * processors(x) * NUMBERS // (x.shape[-1] * len(states.rates)))
+    number = hint(lines.lines)
+    for runs in range(1, lines.tiles):
+        run = cdiv(lines.tiles, runs)
+        if cdiv(number * cdiv(lines.tiles, run), programs) * run * programs <= 1.1 * number * lines.tiles:
+            return run
+    return 1
 
 
 def entering(
     x: Tensor, mask: Tensor | None, lines: Lines, states: States, products: torch.dtype, flip: bool, weigh: bool
 ) -> Tensor:
-    """Return the states that enter each tile of lines (tiles, dim, ways * states), except where nothing does. flip:
-    those of the adjoint, which go the other way. weigh: times their coefficients."""
-    shape = lines.lines * lines.tiles, *states.coef.shape
-    sums = torch.empty(shape, dtype=_dtype(products), device=x.device)
+    """Return the pages of states of lines (pages, dim, ways * states), times their coefficients; if not to `weigh`, the
+    pages of runs alone. flip: states of the adjoint, which go the other way."""
+    run = _run(x, lines, states)
+    runs, first = cdiv(lines.tiles, run), lines.lines * lines.tiles * weigh
+    count = first + lines.lines * runs * (runs > 1)
+    pages = torch.empty(count, *states.coef.shape, dtype=_dtype(products), device=x.device)
 
     def make() -> tuple[Launch, Launch]:
         grid, _, constants = _plan(x, states, lines, products, SUMS, joint=False)
         options = {"FLIP": flip, "MASK": mask is not None, "ROUND": KINDS[products]}
-        return Launch(_sums_kernel, grid, **constants, **options), _carry_plan(x, states, lines, flip)
+        sizes = {"dim": x.shape[-1], "inner": lines.inner, "runs": runs, "length": run * lines.tile}
+        sizes |= {"STATES": states.each, "WAYS": states.ways, "BLOCK": 256, "GROUP": 16}
+        programs = lines.lines * states.ways * cdiv(states.each * x.shape[-1], 256)
+        return Launch(_sums_kernel, grid, **constants, **options), Launch(_carry_kernel, (programs,), **sizes)
 
     key = (x.device, x.dtype, x.shape, mask is None, axis_lines.key([lines]), states.each, states.ways, products)
     sum_up, carry = remembered(("entering", *key, flip, weigh), make)
-    sum_up(x, mask, lines.table, states.rates, states.coef if weigh else None, sums)
-    if lines.tiles > 2:
-        carry(sums, states.rates)
-    return sums
+    sum_up(x, mask, lines.table, states.rates, states.coef if weigh else None, pages)
+    if runs > 2:
+        carry(pages[first:], states.rates)
+    return pages
 
 
 def read(
@@ -407,7 +475,9 @@ def weights_grad(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return what other tiles add to the gradients of coef (dim, states) and log_decay (states,), for each way.
     adjoints: `entering` of dy, with flip and weigh."""
-    states_of_x = entering(x, mask, lines, states, products, flip=False, weigh=False)
+    before = None
+    if _run(x, lines, states) < lines.tiles:
+        before = entering(x, mask, lines, states, products, flip=False, weigh=False)
 
     def make() -> tuple[int, Launch]:
         grid, _, constants = _plan(x, states, lines, products, GRAD, joint=False)
@@ -416,7 +486,7 @@ def weights_grad(
     key = (x.device, x.dtype, dy.dtype, x.shape, mask is None, axis_lines.key([lines]), states.each, states.ways)
     splits, launch = remembered(("grad", *key, products), make)
     out = torch.empty(splits, 2, *states.coef.shape, device=x.device)
-    launch(dy, x, mask, lines.table, states.rates, states.coef, states_of_x, adjoints, out)
+    launch(dy, x, mask, lines.table, states.rates, states.coef, before, adjoints, out)
     coef, slope = out.sum(0)
     each = states.each
     return list(zip(coef.split(each, 1), slope.sum(0).split(each), strict=True))

@@ -66,7 +66,7 @@ def _taps_kernel(
 
 @triton.jit(do_not_specialize=["nb", "splits", "span", "least"])
 def _fold_kernel(sums, dtaps, dim, nb, splits, span, least, C: tl.constexpr):
-    """Compute dtaps[c, span + lag], 16 lags a program: the sum over splits and diagonals of `sums`
+    """Add to dtaps[c, span + lag], 16 lags a program, the sum over splits and diagonals of `sums`
     (split, tile d, row l, column m, c), where an entry has lag 16 (d - nb) + l - m."""
     c = tl.program_id(0) * C + tl.arange(0, C)
     b = tl.arange(0, 16)
@@ -80,8 +80,8 @@ def _fold_kernel(sums, dtaps, dim, nb, splits, span, least, C: tl.constexpr):
     for split in range(splits):
         page = (split * (2 * nb)).to(tl.int64) * (128 * dim)
         total += tl.sum(tl.load(sums + page + at, mask=ok, other=0.0), 1)
-    at = c[None] * (2 * span) + span + lag[:, None]
-    tl.store(dtaps + at, total, mask=(c < dim)[None])
+    to = dtaps + c[None] * (2 * span) + span + lag[:, None]
+    tl.store(to, total + tl.load(to, mask=(c < dim)[None]), mask=(c < dim)[None])
 
 
 @triton.jit(do_not_specialize=["states", "span"])
@@ -127,7 +127,7 @@ def taps(x: Tensor, span: int, weights: list[Tensor | None], products: torch.dty
 
 
 def fold(sums: Tensor, dtaps: Tensor, span: int, ways: int) -> None:
-    """Write the gradient of an axis' taps (dim, 2 span) from `sums` (splits, 2 nb, 16, 8, dim)."""
+    """Add to the gradient of an axis' taps (dim, 2 span) what follows from `sums` (splits, 2 nb, 16, 8, dim)."""
     splits, nb, dim = sums.shape[0], sums.shape[1] // 2, sums.shape[-1]
     least = 0 if ways == 2 else nb
     launch = remembered(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ndlightnet.ops.axis_scan import reference
 from ndlightnet_kernels import axis_scan as kernels
+from ndlightnet_kernels import axis_states
 from ndlightnet_kernels.axis_lines import Lines
 
 from .kernel_cases import BRAIN, DEVICE, HALF
@@ -152,23 +153,27 @@ def test_outputs_and_gradients(grid, dim, states, ways, dtype, masked, residual,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "grid, dim, states, ways, dtype, masked, residual, batch, skip, products, out",
+    "grid, dim, states, ways, dtype, masked, residual, batch, skip, products, out, longest, numbers",
     [
-        ((40,), 5, 3, 1, BRAIN, None, False, 2, 0, None, None),
-        ((50, 2), 24, 4, 2, BRAIN, "holes", True, 1, 0, None, None),
-        ((3, 33), 5, 20, 2, HALF, "holes", False, 1, 1, None, None),
-        ((50,), 70, 3, 2, FULL, None, True, 1, 0, None, None),
-        ((290,), 2, 3, 2, FULL, "holes", False, 1, 0, None, None),  # more tiles than are carried at once
-        ((33, 2), 5, 2, 2, BRAIN, None, True, 1, 1, BRAIN, FULL),
-        ((7, 35), 3, 140, 2, FULL, "holes", True, 1, 0, HALF, FULL),
-        ((3, 4), 5, 3, 2, FULL, None, True, 2, 1, BRAIN, FULL),
+        ((140,), 5, 3, 1, BRAIN, None, False, 2, 0, None, None, 16, 23),  # three runs of three tiles
+        ((50, 2), 24, 4, 2, BRAIN, "holes", True, 1, 0, None, None, 16, 192),
+        ((3, 33), 5, 20, 2, HALF, "holes", False, 1, 1, None, None, 16, 1),
+        ((50,), 70, 3, 2, FULL, None, True, 1, 0, None, None, 32, 1),
+        ((290,), 2, 3, 2, FULL, "holes", False, 1, 0, None, None, 16, 4096),  # more runs than are carried at once
+        ((33, 2), 5, 2, 2, BRAIN, None, True, 1, 1, BRAIN, FULL, 16, 4096),
+        ((7, 35), 3, 140, 2, FULL, "holes", True, 1, 0, HALF, FULL, 16, 1),
+        ((3, 4), 5, 3, 2, FULL, None, True, 2, 1, BRAIN, FULL, 16, 1),
+        ((70, 3), 5, 3, 2, BRAIN, "holes", True, 2, 0, None, None, 32, 1),  # last tiles are shorter
+        ((2, 40), 3, 3, 1, FULL, "holes", False, 2, 0, None, None, 32, 4096),
     ],
     ids=str,
 )
 def test_lines_of_several_tiles(
-    monkeypatch, grid, dim, states, ways, dtype, masked, residual, batch, skip, products, out
+    monkeypatch, grid, dim, states, ways, dtype, masked, residual, batch, skip, products, out, longest, numbers
 ):
-    monkeypatch.setattr(kernels, "LONGEST", 16 if (products or dtype) != FULL else 32)
+    """Lines of one run and of several: the more numbers, the more programs share runs."""
+    monkeypatch.setattr(kernels, "_longest", lambda products: longest)
+    monkeypatch.setattr(axis_states, "NUMBERS", numbers)
     check(problem(grid, dim, states, ways, dtype, masked, batch, skip), residual, products, out)
 
 
