@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
+from ndlightnet_kernels.phases import slot_frequencies, tile_cos_sin, tile_tokens
 from ndlightnet_kernels.plans import operand_bytes, plan, split_count
 from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import merge_launch, reciprocal_sum
@@ -106,6 +106,7 @@ def _read(
     UNIT: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Compute the output of a split of the queries, for one block of value channels."""
     KIND: tl.constexpr = ANGLES[0]
@@ -124,7 +125,7 @@ def _read(
     freqs = slot_frequencies(angles, shapes, row, base, c, ANGLES)
     q_rows = (q, b, h, sqb, sqt, sqh, WIDTH, UNIT)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
-        t = first + tl.arange(0, BL)
+        t = tile_tokens(first, BL, ROWS)
         valid = t < end
         x1, x2 = _load_query(q_rows, t, c, valid, KIND)
         x1, _ = silu(x1)
@@ -134,8 +135,7 @@ def _read(
         else:
             if KIND == 2:
                 x2, _ = silu(x2)
-            at_axis = coordinates(freqs, t, ANGLES)
-            cos, sin = cos_sin(freqs, at_axis, ANGLES)
+            cos, sin = tile_cos_sin(freqs, first, BL, ROWS, ANGLES)
             fa, fb = rope_features(x1, x2, cos, sin, KIND)
             f = interleave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
             y = dot(f, m, y, PRODUCT)
@@ -165,10 +165,8 @@ def _summarize_plan(
         n_splits, span = segments
         each = split_count(rows * n_splits, at_once, span // block)
         n_splits *= each
-    # tokens that a program's threads load at once: sums within a thread need no exchange
-    together = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
     counts = {"span": span, "n_splits": n_splits, "per_segment": each}
-    tile = {"BK": bk, "BV": bv, "BLOCKS": blocks, "ROWS": together}
+    tile = {"BK": bk, "BV": bv, "BLOCKS": blocks, "ROWS": chosen.rows(k, bk)}
     shared = arguments(position, vdim, k=k, v=v)
     launch = Launch(_summarize, (rows, n_splits), **counts, **tile, **shared, **chosen.options())
     rows = batch * heads
@@ -225,7 +223,7 @@ def _read_plan(q: Tensor, vdim: int, position: FlatPosition) -> Launch:
     n_splits, span = plan_splits(length, batch * heads * blocks, block, chosen.programs * processors(q))
     if position.splits is not None:
         n_splits = position.splits.shape[0]
-    sizes = {"span": span, "BK": bk, "BV": bv, "BLOCKS": blocks}
+    sizes = {"span": span, "BK": bk, "BV": bv, "BLOCKS": blocks, "ROWS": chosen.rows(q, bk)}
     grid = (batch * heads * blocks, n_splits)
     return Launch(_read, grid, **sizes, **arguments(position, vdim, q=q), **chosen.options())
 

@@ -19,11 +19,13 @@ MOST_AXES = 8
 # arguments of all kernels that take angles; n1, n2, ...: sizes of the axes after the first
 SIZES = ["n1", "n2", "n3", "n4", "n5", "n6", "n7", "prefix", "each"]
 
+RUN = tl.constexpr(16)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 # ANGLES, a constant of all kernels with angles, is (kind, number of axes, slots of theta, index of the first of them
-# among all slots, number of all slots, whether phases have 64 bits, whether tokens may lie in front of the grid).
+# among all slots, number of all slots, whether phases have 64 bits, whether tokens may lie in front of the grid,
+# whether the RUN tokens from any multiple of RUN on are neighbours on the last axis).
 @triton.jit
 def slot_frequencies(angles, shapes, sample, prefix, channel, ANGLES: tl.constexpr):
     """Compute, once in a program, what the angles at the slots of `channel` depend on: slots, frequencies (upper and
@@ -128,11 +130,48 @@ def cos_sin(freqs, at_axis, ANGLES: tl.constexpr, ACROSS: tl.constexpr = False):
         low, _ = _over(freqs[2], freqs[2], ACROSS)
         phase += tl.umulhi(at_axis.to(tl.uint32), low.to(tl.uint32)).to(tl.int32)
         phase -= tl.where(at_axis < 0, low, 0)
+    return _cos_sin(phase, WIDE)
+
+
+@triton.jit
+def _cos_sin(phase, WIDE: tl.constexpr):
     angle = phase.to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
     if WIDE or INTERPRETED:
         return tl.cos(angle), tl.sin(angle)
     else:  # within one rotation the card's own functions are off by 5e-7
         return libdevice.fast_cosf(angle), libdevice.fast_sinf(angle)
+
+
+# A thread loads rows of a tile that are ROWS apart. Where the order of tokens does not matter, it gets neighbours.
+@triton.jit
+def tile_tokens(first, BL: tl.constexpr, ROWS: tl.constexpr):
+    """Return the tokens of a tile of BL tokens, row by row."""
+    row = tl.arange(0, BL)
+    return first + row % ROWS * (BL // ROWS) + row // ROWS
+
+
+@triton.jit
+def tile_cos_sin(freqs, first, BL: tl.constexpr, ROWS: tl.constexpr, ANGLES: tl.constexpr):
+    """Return `cos_sin` of `tile_tokens`. Of neighbours on the last axis a thread computes the first, which is the same
+    number for all its rows, and turns it from row to row: the others' coordinates and functions would take longer."""
+    AXES: tl.constexpr = ANGLES[1]
+    TOTAL: tl.constexpr = ANGLES[4]
+    if ANGLES[7]:
+        tl.static_assert(BL <= RUN * ROWS)
+        row = tl.arange(0, BL)
+        cos, sin = cos_sin(freqs, coordinates(freqs, first + row % ROWS * (BL // ROWS), ANGLES), ANGLES)
+        on_last_axis = freqs[0] >= (AXES - 1) * (TOTAL // AXES) + min(AXES - 1, TOTAL % AXES)
+        step_cos, step_sin = _cos_sin(tl.where(on_last_axis, freqs[1], 0)[None, :], False)
+        turned_cos, turned_sin = cos, sin
+        for i in tl.static_range(1, BL // ROWS):
+            previous = turned_cos
+            turned_cos = previous * step_cos - turned_sin * step_sin
+            turned_sin = turned_sin * step_cos + previous * step_sin
+            mine = (row // ROWS == i)[:, None]
+            cos, sin = tl.where(mine, turned_cos, cos), tl.where(mine, turned_sin, sin)
+        return cos, sin
+    else:
+        return cos_sin(freqs, coordinates(freqs, tile_tokens(first, BL, ROWS), ANGLES), ANGLES)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
+from ndlightnet_kernels.phases import slot_frequencies, tile_cos_sin, tile_tokens
 from ndlightnet_kernels.segments import log2_rate
 from ndlightnet_kernels.tiles import (
     SIZES,
@@ -39,7 +39,7 @@ def _keys(k_rows, mask, t, kc, valid, end, KIND: tl.constexpr):
 
 @triton.jit
 def _added(p, valid, mask, ROWS: tl.constexpr):
-    """Sum p over tokens, without those after the last one, to (ROWS, columns)."""
+    """Sum p over tokens, without those after the last one, to (ROWS, columns): within threads, without an exchange."""
     if mask is None:  # by a factor, which costs less than a selection
         p *= valid.to(tl.float32)[:, None]
     return tl.sum(tl.reshape(p, (p.shape[0] // ROWS, ROWS, p.shape[1])), 0)
@@ -66,15 +66,14 @@ def _collect(k_rows, v_rows, mask, freqs, rate, tops, bounds, kc, vc, BL, ANGLES
     spread2 = spread
     acc = tl.zeros((vc.shape[0], HALVES * kc.shape[0]), tl.float32)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
-        t = first + tl.arange(0, BL)
+        t = tile_tokens(first, BL, ROWS)
         valid = valid_tokens(mask, k_rows[1], t, end, length)
         x, x2 = _keys(k_rows, mask, t, kc, valid, end, KIND)
         y = tl.trans(load(v_rows, t, vc, valid))
         p = powers(x, mx, OPERAND, None if rate is None else _fade(rate, t, end))
         spread += _added(p, valid, mask, ROWS)
         if KIND != 0:
-            at_axis = coordinates(freqs, t, ANGLES)
-            cos, sin = cos_sin(freqs, at_axis, ANGLES)
+            cos, sin = tile_cos_sin(freqs, first, BL, ROWS, ANGLES)
             interleaved = interleave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
             if KIND == 2:
                 p = powers(x2, mx2, OPERAND)

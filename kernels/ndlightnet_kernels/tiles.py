@@ -327,10 +327,14 @@ def angle_arguments(position: FlatPosition, x: Tensor, wide: bool = False) -> di
     # with an offset, tokens in front of the grid are far from its first cell
     wide = wide or x.dtype == torch.float32 or (position.offset is not None and position.prefix > 0)
     in_front = position.prefix > 0 or position.splits is not None
+    row = position.shape[-1] if axes > 1 and position.shapes is None else 0
+    # rotary, with half as many angles, gains nothing by them
+    runs = position.kind == "cosine" and isinstance(row, int) and row % phases.RUN.value == 0 and not (wide or in_front)
+    slots_of_all = position.sizes[2], position.sizes[3] or slots
     return {
         "per_head": int(theta is not None and theta.shape[0] > 1),
         **dict(zip(phases.SIZES, [*sizes, position.prefix, each], strict=True)),
-        "ANGLES": (KINDS[position.kind], axes, slots, position.sizes[2], position.sizes[3] or slots, wide, in_front),
+        "ANGLES": (KINDS[position.kind], axes, slots, *slots_of_all, wide, in_front, runs),
     }
 
 

@@ -41,6 +41,20 @@ def test_queries_of_another_grid(case):
     check(case, "cross")
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((5, 16), 5, 3, "cosine", "holes", BRAIN, start=(5, 100_000), heads=1),
+        Case((2, 1, 48), 16, 8, "cosine", dtype=HALF, batch=1, heads=1),
+        *on_gpu(Case((3, 5, 32), 64, 64, "cosine", "left", BRAIN), Case((7, 16), 96, 96, "cosine", dtype=BRAIN)),
+    ],
+    ids=str,
+)
+def test_angles_turned_from_neighbour_to_neighbour(case):
+    """On grids whose last axis is a multiple of 16."""
+    check(case, "global")
+
+
 ROW = Case((75,), 5, 3, batch=1, heads=1)
 
 

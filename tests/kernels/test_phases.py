@@ -36,17 +36,21 @@ def _angles(
     each,
     BL: tl.constexpr,
     BK: tl.constexpr,
-    ONCE: tl.constexpr,
+    FORM: tl.constexpr,
     ANGLES: tl.constexpr,
 ):
     h, b, c = tl.program_id(1), tl.program_id(2), tl.arange(0, BK)
     t = tl.program_id(0) * BL + tl.arange(0, BL)
+    if FORM == "tile":
+        t = phases.tile_tokens(tl.program_id(0) * BL, BL, 4)
     angles = (theta, start, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
     turns = phases.slot_frequencies(angles, None, b, prefix, c, ANGLES)
     place = phases.coordinates(turns, t, ANGLES)
     count = phases.from_origin(turns, place)
-    if ONCE:
+    if FORM == "once":
         cos, sin = phases.cos_sin_once(turns, t, ANGLES)
+    elif FORM == "tile":
+        cos, sin = phases.tile_cos_sin(turns, tl.program_id(0) * BL, BL, 4, ANGLES)
     else:
         cos, sin = phases.cos_sin(turns, place, ANGLES)
     SLOTS: tl.constexpr = ANGLES[2]
@@ -70,12 +74,15 @@ def _angles(
         ((3, 4), 6, 2, ((0, 100_000, -7), 5), None),  # three samples
         ((3, 40), 6, 0, ((10**9, 2**30 + 1, 5 * 10**7), -(10**9)), None),
         ((3, 4), 6, 2, (5 * 10**7, 2**30), None),
+        ((40,), 5, 0, None, None),
+        ((3, 32), 6, 0, ((10**9, 2**30 + 1, 5 * 10**7), -(10**9)), None),
+        ((2, 3, 16), 10, 0, (1, 2, 3), (6, 17)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("once", [False, True])
-def test_angles(shape, slots, prefix, start, window, dtype, once):
+@pytest.mark.parametrize("form", ["plain", "once", "tile"])
+def test_angles(shape, slots, prefix, start, window, dtype, form):
     """Off by what the fixed point drops (of what comes after the first cell), and by what the
     functions and float32 (kept in two layouts of 16-bit inputs: float16) round. The gradient counts
     from an origin, here that of an axis-causal call of which the first axis is at its 11th step."""
@@ -91,7 +98,7 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
     cos, sin = torch.full((2, batch, heads, length, slots), torch.nan, device=DEVICE)
     at = torch.full((batch, heads, length, slots), torch.nan, device=DEVICE)
     _angles[(triton.cdiv(length, 16), heads, batch)](
-        cos, sin, at, *place.angles, length=length, BL=16, BK=32, ONCE=once, **angle_arguments(place, like)
+        cos, sin, at, *place.angles, length=length, BL=16, BK=32, FORM=form, **angle_arguments(place, like)
     )
 
     grid = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).to(DEVICE)
@@ -110,7 +117,7 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
     exact = places * theta.double()[:, None]
     far = by_slot(torch.cat([ahead, grid - starts[:, None]], 1))
     wide = dtype == torch.float32 or (prefix > 0 and start is not None)
-    unit = 2.0**-11 if once and not wide and DEVICE.type == "cuda" else 2.0**-20
+    unit = 2.0**-11 if form == "once" and not wide and DEVICE.type == "cuda" else 2.0**-20
     dropped = 2 * math.pi * (2.0 ** (-64 if wide else -32) * far.abs() + 2.0**-53 * places.abs())
     for actual, expected in ((cos, exact.cos()), (sin, exact.sin())):
         assert ((actual - expected).abs() <= unit + dropped).all()
