@@ -15,7 +15,7 @@ from ndlightnet_kernels.position import KINDS, FlatPosition
 
 # Arguments of attention kernels that are numbers: another value of one compiles nothing
 SIZES = ["length", "span", "n_splits", "segments", "per_segment", "tiles", "window", "chunks", "heads", "per_head"]
-SIZES += [*phases.SIZES, *(f"s{tensor}{axis}" for tensor in "qkvo" for axis in "bth")]
+SIZES += [*phases.SIZES, *(f"s{x}{axis}" for x in ("q", "k", "v", "o", "dq", "dk", "dv") for axis in "bth")]
 
 
 # The rows of a head of a tensor (batch, length, heads, columns) are a tuple: pointer, sample, head,

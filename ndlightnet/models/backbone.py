@@ -25,6 +25,7 @@ from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.position import MDTPE
+from ndlightnet.nn.projections import fuses, hooked
 from ndlightnet.nn.stem import ConvStem
 from ndlightnet.ops.dtypes import check_not_wider, check_tensors
 from ndlightnet.parallel import (
@@ -258,9 +259,19 @@ class NDLightNet(Pretrained, Large):
         mask: bool (batch, *space), False = padding, which no other token sees.
         """
         tokens, token_mask, layout = self._embedded(x, mask)
+        branch = None
         for block in self.blocks:
-            tokens = self._through(block, tokens, token_mask, layout)
+            if self._adds_later(block, tokens):
+                tokens, branch = block(tokens, token_mask, self.causal, layout, branch, apart=True)
+            else:
+                tokens = tokens if branch is None else tokens + branch
+                tokens, branch = self._through(block, tokens, token_mask, layout), None
+        tokens = tokens if branch is None else tokens + branch
         return shaped(self.norm(tokens), layout, "NHWC")
+
+    def _adds_later(self, block: Any, x: Tensor) -> bool:
+        """Return whether the norm of the next block may add what a block adds to x: nobody else asks for the sum."""
+        return type(block) is Block and fuses(x, block.norm1) and not (self.grad_checkpointing or hooked(block))
 
     def _embedded(self, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Layout]:
         """Return the tokens (batch, length, dim) of an input after the embedding and MD-TPE, their mask (batch,

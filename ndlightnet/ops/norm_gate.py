@@ -50,7 +50,7 @@ def norm_gate(
     return out if proj is None else linear(out, proj)
 
 
-def _forward(
+def forward(
     y: Tensor,
     gate: Tensor,
     weight: Tensor,
@@ -64,7 +64,7 @@ def _forward(
     return out if proj is None else linear(out, proj), mean, rstd
 
 
-def _backward(
+def backward(
     dout: Tensor,
     y: Tensor,
     gate: Tensor,
@@ -92,7 +92,7 @@ def _fake(y: Tensor, gate: Any, weight: Any, bias: Any, local: Any, up: Any, pro
     return out, mean, torch.empty_like(mean)
 
 
-def _flops(y: Any, gate: Any, up: Any, proj: Any, **_: Any) -> int:
+def flops(y: Any, gate: Any, up: Any, proj: Any, **_: Any) -> int:
     return 2 * math.prod(y) * ((0 if up is None else up[1]) + (0 if proj is None else proj[0]))
 
 
@@ -104,14 +104,14 @@ INPUTS = "Tensor y, Tensor gate, Tensor weight, Tensor bias, Tensor? local, Tens
 _kernel, _kernel_backward = kernel("gate", "norm_gate"), kernel("gate", "norm_gate_backward")
 _norm_gate = Operator(
     f"norm_gate({INPUTS}, float eps) -> (Tensor out, Tensor mean, Tensor rstd)",
-    _forward,
+    forward,
     _fake,
     Gradient(
         f"norm_gate_backward(Tensor dout, {INPUTS}, Tensor mean, Tensor rstd, bool needs_proj) "
         "-> (Tensor dy, Tensor dgate, Tensor dweight, Tensor dbias, Tensor dlocal, Tensor dup, Tensor dproj)",
-        _backward,
+        backward,
     ),
-    flops=_flops,
+    flops=flops,
     implementations=("torch", "triton", "reference"),  # the torch form is the specification
     limits=_limits,
 )

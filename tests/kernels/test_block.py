@@ -24,7 +24,7 @@ def as_on_a_gpu(monkeypatch):
     for module in (projections, blocks, lightnet):
         monkeypatch.setattr(module, "joins", lambda x, *layers: torch.is_grad_enabled(), raising=False)
         monkeypatch.setattr(module, "fuses", lambda x, norm: True, raising=False)
-    for name in ("add_norm", "swiglu", "norm_gate", "local_mixing.api", "lightnet.attention"):
+    for name in ("add_norm", "swiglu", "norm_gate", "local_mixing.api", "lightnet.attention", "lightnet.layer"):
         module = import_module(f"ndlightnet.ops.{name}")
         monkeypatch.setattr(module, "resolve", lambda *_, **__: "triton")
 
