@@ -182,8 +182,8 @@ def _mix(
     MASK_IN: tl.constexpr,
     MASK_OUT: tl.constexpr,
 ):
-    """Compute u of `each` successive boxes. STRIDE, TO: from token to token of x and of the result. WHOLE: how many cells of a patch's line are inside the
-    grid if the first one is. MASK_IN: padding is not read; MASK_OUT: its result is 0."""
+    """Compute u of `each` successive boxes. STRIDE, TO: from token to token of x and of u. WHOLE: how many cells of a
+    patch's line are inside the grid if the first one is. MASK_IN: padding is not read; MASK_OUT: its result is 0."""
     col, in_dim = _columns(DIM, BLOCK, N)
     every, here_every = _columns(DIM, BLOCK, 1)
     sizes = (n0, n1, n2, n3, n4, n5, n6, n7)
@@ -337,7 +337,14 @@ def _arguments(x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box, c
 
 
 def _launch(
-    x: Tensor, out: Tensor, mask: bool, shape: Sequence[int], boxes: Tensor | None, of: Box, offsets: Offsets, transposed: bool
+    x: Tensor,
+    out: Tensor,
+    mask: bool,
+    shape: Sequence[int],
+    boxes: Tensor | None,
+    of: Box,
+    offsets: Offsets,
+    transposed: bool,
 ) -> Launch:
     chosen = plan(len(shape), len(offsets))
     common = _arguments(x, shape, boxes, of, chosen)
@@ -360,7 +367,7 @@ def mix(
 ) -> Tensor:
     """Return u (batch, length, dim). shape: the grid; of a pack any one of as many axes, with
     `boxes`, the table of its boxes. box: its patch and its rows along all axes. transposed: with
-    the offsets negated and 0 for padding, as in the gradient of x. out: where it is written, as rows at one distance."""
+    the offsets negated and 0 for padding, as in the gradient of x. out: where u is written, as rows at one distance."""
     x, weight, of = _rows(x), _dense(weight, WEIGHTS), Box.of(box)
     out = dense_empty(x) if out is None else out
     key = (*form(x, out), tuple(shape), boxes is not None and boxes.shape, of, offsets)

@@ -195,7 +195,8 @@ class LightNetAttention(Constants, LocalMixer):
         if self.lrpe:
             check_axes(grid, source, "; use lrpe=None")
         queries, gate = project(x, self.q_proj, self.gate[0])  # type: ignore[arg-type]
-        q, k, v, gate = self._heads(queries, *project(context, self.k_proj, self.v_proj), gate)
+        keys, values = project(context, self.k_proj, self.v_proj)
+        q, k, v, gate = self._heads(queries, keys, values, gate)
         at, of = (self.lrpe(grid), self.lrpe(source)) if self.lrpe else (None, None)
         state = summarize(k, v, mask=mask, position=of, impl=self.impl)
         return self._output(read(q, state, position=at, impl=self.impl), gate)

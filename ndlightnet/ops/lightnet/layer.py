@@ -108,7 +108,9 @@ def _forward(
     return out, y, x.new_empty(0) if near is None else near, mean, rstd, *state
 
 
-def _fake(x: Tensor, weight: Any, bias: Any, up: Tensor, proj: Tensor, taps: Any, _: Any, __: Any, heads: int, *places: Any) -> Any:
+def _fake(
+    x: Tensor, weight: Any, bias: Any, up: Tensor, proj: Tensor, taps: Any, _: Any, __: Any, heads: int, *places: Any
+) -> Any:
     _, k, v, _ = _pieces(x, heads, up.shape[1])
     y = x.new_empty(*x.shape[:-1], up.shape[0])
     mean = x.new_empty(x.shape[:-1], dtype=torch.float32)
@@ -140,17 +142,16 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     from ndlightnet_kernels import attention_backward as kernels
 
-    position, at, dx = FlatPosition(*places[:FIELDS]), places[FIELDS:], torch.empty_like(x)
-    q, k, v, gate = _pieces(x, heads, up.shape[1])
-    dq, dk, dv, into = _pieces(dx, heads, up.shape[1])
+    position, at, rank = FlatPosition(*places[:FIELDS]), places[FIELDS:], up.shape[1]
+    q, k, v, gate = _pieces(x, heads, rank)
     beside = None if taps is None else near
-    dy, dgate, dweight, dbias, dnear, dup, dproj = gate_backward(
-        dout, y, gate, weight, bias, beside, up, proj, mean, rstd, needs_proj
-    )
-    into.copy_(dgate)
+    grads: Any = gate_backward(dout, y, gate, weight, bias, beside, up, proj, mean, rstd, needs_proj)
+    dy, dgate, dweight, dbias, dnear, dup, dproj = grads
+    dx = torch.empty_like(x)
+    dx[..., -rank:] = dgate
+    dq, dk, dv, _ = _pieces(dx, heads, rank)
     dtaps = None if taps is None else local.backward(dnear, v.flatten(2), taps, mask, *at, dx=dv.flatten(2))[1]
-    dy = dy.unflatten(-1, v.shape[2:])
-    _, dtotal, dmemory, by_q = kernels.read_backward(q, total, memory, dy, position, needs_theta, dq)
+    _, dtotal, dmemory, by_q = kernels.read_backward(q, total, memory, dy.view(v.shape), position, needs_theta, dq)
     _, _, by_k = kernels.summarize_backward(
         k, v, mask, top, dtotal, dmemory, position, needs_theta, dk, dv, add=taps is not None
     )
@@ -173,8 +174,8 @@ _layer = Operator(
     _fake,
     Gradient(
         f"attention_layer_backward(Tensor dout, {INPUTS}, {KEPT}, int heads, bool needs_proj, bool needs_theta, "
-        f"{SCHEMA}, {local.WHERE}) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dup, Tensor dproj, Tensor dtaps, "
-        "Tensor dtheta)",
+        f"{SCHEMA}, {local.WHERE}) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dup, Tensor dproj, "
+        "Tensor dtaps, Tensor dtheta)",
         _backward,
     ),
     flops=_flops,
