@@ -17,6 +17,7 @@ from ndlightnet_kernels.plans import operand_bytes, plan
 from ndlightnet_kernels.position import KINDS, FlatPosition
 from ndlightnet_kernels.segments import join_grads
 from ndlightnet_kernels.summarize import _keys
+from ndlightnet_kernels.sums import theta_grad
 from ndlightnet_kernels.tiles import (
     SIZES,
     address,
@@ -41,7 +42,6 @@ from ndlightnet_kernels.tiles import (
     scratch,
     silu,
     split_bounds,
-    theta_grad,
     valid_tokens,
 )
 

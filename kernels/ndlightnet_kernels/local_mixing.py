@@ -39,6 +39,7 @@ from ndlightnet_kernels.local_lines import (
     tile_rows,
 )
 from ndlightnet_kernels.phases import MOST_AXES
+from ndlightnet_kernels.sums import sum_rows
 from ndlightnet_kernels.tiles import cdiv, dense_empty, flags, form, power_of_2, scratch
 
 MOST_TAPS = 128
@@ -423,5 +424,5 @@ def backward(
     for launch, taps, slots in launches:
         partial = scratch(x, slots, taps, x.shape[-1])
         launch(du, x, weight, flags(mask), boxes, dx, partial)
-        sums.append(partial.sum(0))
+        sums.append(sum_rows(partial.view(1, 1, slots, -1)).view(taps, -1))
     return (dx, sums[0]) if len(sums) == 1 else (None, torch.cat(sums))

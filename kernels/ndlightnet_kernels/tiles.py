@@ -255,12 +255,6 @@ def scratch(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(*shape, dtype=torch.float32)  # a tuple costs the host twice as much
 
 
-def theta_grad(x: Tensor, partial: Tensor | None) -> Tensor:
-    """Return the gradient of each head's angles, (heads, slots), from those of splits, tiles or chunks, (batch, heads,
-    number, slots); None: without slots. x: (batch, length, heads, dim)."""
-    return scratch(x, x.shape[2], 0) if partial is None else partial.sum((0, 2))
-
-
 def dense_empty(like: Tensor) -> Tensor:
     """Return an uninitialised dense tensor of the same shape and dtype."""
     return torch.empty_like(like, memory_format=torch.contiguous_format)
