@@ -176,7 +176,7 @@ class LightNetAttention(Constants, LocalMixer):
             self._refuse_window()
         norm, (_, up), proj, local = self.norm, self.gate, self.o_proj, self.local_values
         if joint is not None and not (causal or prefix) and joins(x, up, proj) and proj.bias is None:
-            taps = () if local is None else (local.weight, local.offsets(False))
+            taps = () if local is None else local.taps(layout, False)
             options: Any = {"layout": layout, "mask": mask, "position": position, "impl": self.impl}
             maps: Any = (up.weight, proj.weight)
             return attention_layer(joint, self.heads, norm.weight, norm.bias, norm.eps, *maps, *taps, **options)
