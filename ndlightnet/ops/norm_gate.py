@@ -76,14 +76,18 @@ def backward(
     mean: Tensor,
     rstd: Tensor,
     needs_proj: bool,
+    into: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
+    """Return the gradients. into: where that of a gate that is mapped is written, rows at one distance."""
     logits, again = gate if up is None else linear(gate, up), needs_proj and proj is not None
     d = dout if proj is None else dout @ proj
     dy, dgate, *grads, out = _kernel_backward(d, y, logits, weight, bias, local, mean, rstd, again)
     dproj = weight_gradient(dout, out) if again else None
     if up is None:
         return dy, dgate, *grads, None, dproj
-    return dy, dgate @ up, *grads, weight_gradient(dgate, gate), dproj
+    rows = dgate.flatten(0, -2)
+    low = (rows @ up).view(gate.shape) if into is None else torch.mm(rows, up, out=into.flatten(0, -2))
+    return dy, low, *grads, weight_gradient(dgate, gate), dproj
 
 
 def _fake(y: Tensor, gate: Any, weight: Any, bias: Any, local: Any, up: Any, proj: Any, _: float) -> Any:

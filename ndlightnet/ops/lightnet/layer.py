@@ -143,13 +143,11 @@ def _backward(
     from ndlightnet_kernels import attention_backward as kernels
 
     position, at, rank = FlatPosition(*places[:FIELDS]), places[FIELDS:], up.shape[1]
-    q, k, v, gate = _pieces(x, heads, rank)
-    beside = None if taps is None else near
-    grads: Any = gate_backward(dout, y, gate, weight, bias, beside, up, proj, mean, rstd, needs_proj)
-    dy, dgate, dweight, dbias, dnear, dup, dproj = grads
     dx = torch.empty_like(x)
-    dx[..., -rank:] = dgate
-    dq, dk, dv, _ = _pieces(dx, heads, rank)
+    (q, k, v, gate), (dq, dk, dv, dgate) = _pieces(x, heads, rank), _pieces(dx, heads, rank)
+    beside = None if taps is None else near
+    grads: Any = gate_backward(dout, y, gate, weight, bias, beside, up, proj, mean, rstd, needs_proj, dgate)
+    dy, _, dweight, dbias, dnear, dup, dproj = grads
     dtaps = None if taps is None else local.backward(dnear, v.flatten(2), taps, mask, *at, dx=dv.flatten(2))[1]
     _, dtotal, dmemory, by_q = kernels.read_backward(q, total, memory, dy.view(v.shape), position, needs_theta, dq)
     _, _, by_k = kernels.summarize_backward(
