@@ -14,7 +14,7 @@ from .yardstick import compare_with_torch, largest
 pytestmark = pytest.mark.usefixtures("poison")
 
 HEADS, DIM, RANK, EPS = 2, 24, 3, 1e-6
-GRID = Grid((3, 4, 5))
+GRID = Grid((2, 3, 4))
 NAMES = ("out", "dx", "dweight", "dbias", "dup", "dproj", "dtheta", "dtaps")
 
 
@@ -96,7 +96,7 @@ def test_a_pack(mask):
 
 def test_taps_of_several_passes():
     """Of the gradient of taps; that of values then is a pass of its own."""
-    check(Grid((2, 2, 3, 3)), offsets=dense(4, 1), batch=1)
+    check(Grid((1, 2, 2, 3)), offsets=dense(4, 1), batch=1)
 
 
 def test_whole_vectors():
