@@ -17,8 +17,10 @@ from ndlightnet_kernels.plans import operand_bytes, plan
 from ndlightnet_kernels.position import KINDS, FlatPosition
 from ndlightnet_kernels.segments import join_grads
 from ndlightnet_kernels.summarize import _keys
+from ndlightnet_kernels.sums import theta_grad
 from ndlightnet_kernels.tiles import (
     SIZES,
+    address,
     arguments,
     cdiv,
     deinterleave,
@@ -40,7 +42,6 @@ from ndlightnet_kernels.tiles import (
     scratch,
     silu,
     split_bounds,
-    theta_grad,
     valid_tokens,
 )
 
@@ -64,6 +65,9 @@ def _read_backward(
     sob,
     sot,
     soh,
+    sdqb,
+    sdqt,
+    sdqh,
     length,
     span,
     n_splits,
@@ -108,13 +112,14 @@ def _read_backward(
     freqs = slot_frequencies(angles, shapes, row, base, c, ANGLES)
     learnt = tl.zeros((BL // 16, 8, BK), tl.float32)
     q_rows, dout_rows = (q, b, h, sqb, sqt, sqh, WIDTH, UNIT), (dout, b, h, sob, sot, soh, VDIM, UNIT)
+    dq_rows = (dq, b, h, sdqb, sdqt, sdqh, WIDTH, UNIT)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         valid = t < end
         x1, x2 = _load_query(q_rows, t, c, valid, KIND)
         do = load(dout_rows, t, vc, valid)
         x1, slope1 = silu(x1)
-        to = dq + ((b * length + t) * heads + h)[:, None] * DIM + c[None, :]
+        to = address(dq_rows, t, c)
         in_tile = valid[:, None] & (c < WIDTH)[None, :]
         df = dot(do, m, tl.zeros((BL, HALVES * BK), tl.float32), PRODUCT)
         if KIND == 0:
@@ -183,7 +188,7 @@ def _grads(top, dtotal, dmemory, bh, kc, vc, DIM, VDIM, KIND, OPERAND):
 
 
 @triton.jit
-def _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile, kc, ANGLES, PRODUCT):
+def _key_block(k_rows, mask, dk_rows, dtheta, y, dy, grads, freqs, tokens, tile, kc, ANGLES, PRODUCT):
     """Store dk of some channels of a tile of tokens; return dy plus what these add to it. tokens: their indices, which
     are no padding, which are before the end, the end; size: length, heads, channels of dk."""
     KIND: tl.constexpr = ANGLES[0]
@@ -191,11 +196,10 @@ def _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile
     OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     t, valid, inside, end = tokens
-    length, heads, dim = size
-    b, h, width = k_rows[1], k_rows[2], k_rows[6]
+    width = k_rows[6]
     g, mx, dsum, mx2, dsum2 = grads
     x, x2 = _keys(k_rows, mask, t, kc, valid, end, KIND)
-    to = dk + ((b * length + t) * heads + h)[:, None] * dim + kc[None, :]
+    to = address(dk_rows, t, kc)
     in_tile = inside[:, None] & (kc < width)[None, :]
     dp = dot(y, g, tl.zeros((t.shape[0], HALVES * kc.shape[0]), tl.float32), PRODUCT)
     p = powers(x, mx, OPERAND)
@@ -211,7 +215,7 @@ def _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile
             da, db = deinterleave(dp2)
             dp2 = da * cos + db * sin
             dp2 = p2 * (dp2 + dsum2[None, :])
-            tl.store(to + width, dp2.to(dk.dtype.element_ty), in_tile)
+            tl.store(to + width, dp2.to(dk_rows[0].dtype.element_ty), in_tile)
             twist = p2 * (cos * db - sin * da)
         da, db = deinterleave(dp)
         dp = da * cos + db * sin
@@ -219,7 +223,7 @@ def _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile
             twist += p * (cos * db - sin * da)
         else:
             twist = p * (cos * db - sin * da)
-    tl.store(to, (p * (dp + dsum[None, :])).to(dk.dtype.element_ty), in_tile)
+    tl.store(to, (p * (dp + dsum[None, :])).to(dk_rows[0].dtype.element_ty), in_tile)
     if dtheta is not None:  # a sum for each tile: one of all tiles would not fit in registers
         at_axis = from_origin(freqs, coordinates(freqs, t, ANGLES))
         at = dtheta + tile * width + kc
@@ -248,6 +252,12 @@ def _summarize_backward(
     svb,
     svt,
     svh,
+    sdkb,
+    sdkt,
+    sdkh,
+    sdvb,
+    sdvt,
+    sdvh,
     length,
     span,
     tiles,
@@ -271,9 +281,10 @@ def _summarize_backward(
     ANGLES: tl.constexpr,
     UNIT: tl.constexpr,
     PRODUCT: tl.constexpr,
+    ADD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute dk and dv of a split: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
+    """Compute dk and dv of a split: dk = p (v . dmemory + dtotal), dv = p . dmemory, with ADD plus what dv holds."""
     KIND: tl.constexpr = ANGLES[0]
     OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
@@ -284,7 +295,7 @@ def _summarize_backward(
     angles = (theta, offset, each, h * per_head, (n1, n2, n3, n4, n5, n6, n7))
     freqs = slot_frequencies(angles, shapes, row, base, kc, ANGLES)
     k_rows, v_rows = (k, b, h, skb, skt, skh, WIDTH, UNIT), (v, b, h, svb, svt, svh, VDIM, UNIT)
-    size = (length, heads, DIM)
+    dk_rows, dv_rows = (dk, b, h, sdkb, sdkt, sdkh, WIDTH, UNIT), (dv, b, h, sdvb, sdvt, sdvh, VDIM, UNIT)
     grads = _grads(top, dtotal, dmemory, state, kc, vc, DIM, VDIM, KIND, OPERAND)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
@@ -295,19 +306,20 @@ def _summarize_backward(
         y = load(v_rows, t, vc, valid)
         dy = tl.zeros((BL, BV), tl.float32)
         if BLOCKS == 1:
-            dy = _key_block(k_rows, mask, dk, dtheta, y, dy, grads, freqs, tokens, size, tile, kc, ANGLES, PRODUCT)
+            dy = _key_block(k_rows, mask, dk_rows, dtheta, y, dy, grads, freqs, tokens, tile, kc, ANGLES, PRODUCT)
         else:  # a head wider than a tile: its memory does not stay on chip
             for block in tl.range(0, BLOCKS, num_stages=1):
                 c = block * BK + kc
                 block_grads = _grads(top, dtotal, dmemory, state, c, vc, DIM, VDIM, KIND, OPERAND)
                 block_freqs = slot_frequencies(angles, shapes, row, base, c, ANGLES)
                 dy = _key_block(
-                    k_rows, mask, dk, dtheta, y, dy, block_grads, block_freqs, tokens, size, tile, c, ANGLES, PRODUCT
+                    k_rows, mask, dk_rows, dtheta, y, dy, block_grads, block_freqs, tokens, tile, c, ANGLES, PRODUCT
                 )
         if mask is not None:
             dy = tl.where(valid[:, None], dy, 0.0)
-        to = dv + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
-        tl.store(to, dy.to(dv.dtype.element_ty), inside[:, None] & (vc < VDIM)[None, :])
+        if ADD:
+            dy += load(dv_rows, t, vc, inside).to(tl.float32)
+        tl.store(address(dv_rows, t, vc), dy.to(dv.dtype.element_ty), inside[:, None] & (vc < VDIM)[None, :])
 
 
 # ------------------------------------------------------------------------------------ launches
@@ -315,7 +327,7 @@ Sizes = tuple[int, ...]
 
 
 def _read_plan(
-    q: Tensor, dout: Tensor, vdim: int, position: FlatPosition, learn: bool
+    q: Tensor, dout: Tensor, dq: Tensor, vdim: int, position: FlatPosition, learn: bool
 ) -> tuple[Launch, Launch, Sizes, Sizes]:
     """Return the two launches, and sizes of gradients of memories and of angles."""
     batch, length, heads, dim = q.shape
@@ -328,7 +340,7 @@ def _read_plan(
         n_splits = position.splits.shape[0]
     counts = {"n_splits": n_splits, "span": span, "BK": bk, "BV": bv, "BLOCKS": blocks}
     grid = (batch * heads * blocks, n_splits)
-    launch = Launch(_read_backward, grid, **counts, **arguments(position, vdim, q=q, o=dout), **chosen.options())
+    launch = Launch(_read_backward, grid, **counts, **arguments(position, vdim, q=q, o=dout, dq=dq), **chosen.options())
     some = max(1, 256 // bv)
     tile = {"DIM": dim, "VDIM": vdim, "BV": bv, "KIND": KINDS[position.kind], "BC": some}
     grid = (position.samples(batch) * heads, cdiv(width, some))
@@ -338,16 +350,24 @@ def _read_plan(
 
 
 def read_backward(
-    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, position: FlatPosition, learn: bool
+    q: Tensor,
+    total: Tensor,
+    memory: Tensor,
+    dout: Tensor,
+    position: FlatPosition,
+    learn: bool,
+    dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of q, of the State's sum and memory, and of theta (heads, slots; empty if not wanted)."""
+    """Return gradients of q, of the State's sum and memory, and of theta (heads, slots; empty if not wanted). dq: where
+    that of q is written, with a dense last axis."""
     q, dout, vdim = dense_rows(q), dense_rows(dout), memory.shape[-1]
+    dq = dense_empty(q) if dq is None else dq
     total, memory = total.contiguous(), memory.contiguous()
     launch, join, memories, angles = remembered(
-        ("read_backward", form(q, dout), vdim, total.dtype, memory.dtype, position.key, learn),
-        lambda: _read_plan(q, dout, vdim, position, learn),
+        ("read_backward", form(q, dout, dq), vdim, total.dtype, memory.dtype, position.key, learn),
+        lambda: _read_plan(q, dout, dq, vdim, position, learn),
     )
-    dq, dmemories = dense_empty(q), scratch(q, *memories)
+    dmemories = scratch(q, *memories)
     partial_dtheta = scratch(q, *angles) if learn else None
     launch(q, dout, total, memory, position.splits, position.shapes, *position.angles, dq, dmemories, partial_dtheta)
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
@@ -355,7 +375,9 @@ def read_backward(
     return dq, dtotal, dmemory, theta_grad(q, partial_dtheta)
 
 
-def _summarize_plan(k: Tensor, v: Tensor, position: FlatPosition, learn: bool) -> tuple[Launch, Sizes]:
+def _summarize_plan(
+    k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, add: bool, position: FlatPosition, learn: bool
+) -> tuple[Launch, Sizes]:
     """Return the launch, and sizes of gradients of angles."""
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), position.width(dim)
@@ -368,7 +390,8 @@ def _summarize_plan(k: Tensor, v: Tensor, position: FlatPosition, learn: bool) -
         tiles = n_splits * cdiv(span, block)
     sizes = {"span": span, "tiles": tiles, "BK": bk, "BV": bv, "BLOCKS": cdiv(width, bk)}
     grid = (batch * heads, n_splits)
-    launch = Launch(_summarize_backward, grid, **sizes, **arguments(position, vdim, k=k, v=v), **chosen.options())
+    rows = arguments(position, vdim, k=k, v=v, dk=dk, dv=dv)
+    launch = Launch(_summarize_backward, grid, **sizes, **rows, ADD=add, **chosen.options())
     return launch, (batch, heads, tiles, width)
 
 
@@ -381,13 +404,18 @@ def summarize_backward(
     dmemory: Tensor,
     position: FlatPosition,
     learn: bool,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    add: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of k, v, and of theta (heads, slots; empty if not wanted)."""
+    """Return gradients of k, v, and of theta (heads, slots; empty if not wanted). dk, dv: where those of k and v are
+    written, with a dense last axis, the second with `add` plus what is there."""
     k, v = dense_rows(k), dense_rows(v)
+    dk, dv = dense_empty(k) if dk is None else dk, dense_empty(v) if dv is None else dv
     launch, angles = remembered(
-        ("summarize_backward", form(k, v), position.key, learn), lambda: _summarize_plan(k, v, position, learn)
+        ("summarize_backward", form(k, v, dk, dv), add, position.key, learn),
+        lambda: _summarize_plan(k, v, dk, dv, add, position, learn),
     )
-    dk, dv = dense_empty(k), dense_empty(v)
     partial_dtheta = scratch(k, *angles) if learn else None
     if partial_dtheta is not None and position.splits is not None:  # shorter splits leave tiles unset
         partial_dtheta.zero_()

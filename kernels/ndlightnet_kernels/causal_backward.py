@@ -35,6 +35,7 @@ from ndlightnet_kernels.phases import from_origin, materialized, slot_frequencie
 from ndlightnet_kernels.plans import CAREFUL, Chunks, causal, fills, plan_segments
 from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import log2_rate, memory_launch, suffix_grads
+from ndlightnet_kernels.sums import theta_grad
 from ndlightnet_kernels.tiles import (
     SIZES,
     arguments,
@@ -53,7 +54,6 @@ from ndlightnet_kernels.tiles import (
     scratch,
     silu,
     slip,
-    theta_grad,
     valid_tokens,
     weight,
 )

@@ -39,6 +39,7 @@ from ndlightnet_kernels.local_lines import (
     tile_rows,
 )
 from ndlightnet_kernels.phases import MOST_AXES
+from ndlightnet_kernels.sums import sum_rows
 from ndlightnet_kernels.tiles import cdiv, dense_empty, flags, form, power_of_2, scratch
 
 MOST_TAPS = 128
@@ -122,12 +123,12 @@ def _add_products(sums, tile, centre, LINES: tl.constexpr, g: tl.constexpr, t: t
 
 
 @triton.jit
-def _store(out, acc, mask, token, col, cells, shape, steps, in_dim, DIM, AXES, WHOLE, OWN, MASKED):
+def _store(out, acc, mask, token, col, cells, shape, steps, in_dim, TO, AXES, WHOLE, OWN, MASKED):
     """Store the sums of the patches' cells; 0 for padding if there is a mask."""
     N: tl.constexpr = len(acc) // (line_count(OWN) * tile_count(OWN, 0))
     for g in tl.static_range(line_count(OWN)):
         shift, line = line_rows(cells, shape, steps, line_at(OWN, g), AXES)
-        at = out + shift * DIM + (token[:, None] * DIM + col[None, :])
+        at = out + shift * TO + (token[:, None] * TO + col[None, :])
         for p in tl.static_range(tile_count(OWN, g)):
             in_row = tile_rows(line, cells[AXES - 1], shape[AXES - 1], p, WHOLE)
             if N == 1:
@@ -139,7 +140,7 @@ def _store(out, acc, mask, token, col, cells, shape, steps, in_dim, DIM, AXES, W
                 real = tl.load(mask + token + shift + p, mask=in_row, other=0) != 0
                 value = tl.where(real[:, None], value, 0.0)
             valid = in_row[:, None] & in_dim[None, :]
-            tl.store(at + p * DIM, value.to(out.dtype.element_ty), valid)
+            tl.store(at + p * TO, value.to(out.dtype.element_ty), valid)
 
 
 @triton.jit
@@ -169,6 +170,7 @@ def _mix(
     n7,
     DIM: tl.constexpr,
     STRIDE: tl.constexpr,
+    TO: tl.constexpr,
     AXES: tl.constexpr,
     BOX: tl.constexpr,
     PATCH: tl.constexpr,
@@ -181,8 +183,8 @@ def _mix(
     MASK_IN: tl.constexpr,
     MASK_OUT: tl.constexpr,
 ):
-    """Compute u of `each` successive boxes. WHOLE: how many cells of a patch's line are inside the
-    grid if the first one is. MASK_IN: padding is not read; MASK_OUT: its result is 0."""
+    """Compute u of `each` successive boxes. STRIDE, TO: from token to token of x and of u. WHOLE: how many cells of a
+    patch's line are inside the grid if the first one is. MASK_IN: padding is not read; MASK_OUT: its result is 0."""
     col, in_dim = _columns(DIM, BLOCK, N)
     every, here_every = _columns(DIM, BLOCK, 1)
     sizes = (n0, n1, n2, n3, n4, n5, n6, n7)
@@ -199,7 +201,7 @@ def _mix(
                 in_row = tile_rows(line, cells[AXES - 1], shape[AXES - 1], tile_at(LINES, g, t), WHOLE)
                 tile = _tile(here_x, mask, in_range, tile_at(LINES, g, t), in_row, in_dim, STRIDE, N, MASK_IN)
                 acc = _add_taps(acc, tile, weight, col, in_dim, LINES, g, t, DIM)
-        _store(out, acc, mask, token, every, cells, shape, steps, here_every, DIM, AXES, WHOLE, OWN, MASK_OUT)
+        _store(out, acc, mask, token, every, cells, shape, steps, here_every, TO, AXES, WHOLE, OWN, MASK_OUT)
         place = next_place(place, sizes, AXES, BOX, PATCH)
 
 
@@ -225,6 +227,7 @@ def _backward(
     n7,
     DIM: tl.constexpr,
     STRIDE: tl.constexpr,
+    TO: tl.constexpr,
     AXES: tl.constexpr,
     BOX: tl.constexpr,
     PATCH: tl.constexpr,
@@ -269,7 +272,7 @@ def _backward(
                 if DX:
                     acc = _add_taps(acc, tile, weight, col, in_dim, LINES, g, t, DIM)
         if DX:
-            _store(dx, acc, mask, token, every, cells, shape, steps, here_every, DIM, AXES, WHOLE, OWN, MASKED)
+            _store(dx, acc, mask, token, every, cells, shape, steps, here_every, TO, AXES, WHOLE, OWN, MASKED)
         place = next_place(place, sizes, AXES, BOX, PATCH)
     for k in tl.static_range(TAPS):
         for h in tl.static_range(N):
@@ -335,14 +338,21 @@ def _arguments(x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box, c
 
 
 def _launch(
-    x: Tensor, mask: bool, shape: Sequence[int], boxes: Tensor | None, of: Box, offsets: Offsets, transposed: bool
+    x: Tensor,
+    out: Tensor,
+    mask: bool,
+    shape: Sequence[int],
+    boxes: Tensor | None,
+    of: Box,
+    offsets: Offsets,
+    transposed: bool,
 ) -> Launch:
     chosen = plan(len(shape), len(offsets))
     common = _arguments(x, shape, boxes, of, chosen)
     programs = cdiv(common["boxes"], chosen.boxes) * cdiv(common["DIM"], common["BLOCK"])
     read = lines(offsets, of.patch, -1 if transposed else 1)
     masks = {"MASK_IN": mask and not transposed, "MASK_OUT": mask and transposed}
-    return Launch(_mix, (programs,), **common, each=chosen.boxes, LINES=read, **masks)
+    return Launch(_mix, (programs,), **common, TO=_stride(out), each=chosen.boxes, LINES=read, **masks)
 
 
 def mix(
@@ -354,23 +364,24 @@ def mix(
     box: Sequence[int],
     offsets: Offsets,
     transposed: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return u (batch, length, dim). shape: the grid; of a pack any one of as many axes, with
     `boxes`, the table of its boxes. box: its patch and its rows along all axes. transposed: with
-    the offsets negated and 0 for padding, as in the gradient of x."""
+    the offsets negated and 0 for padding, as in the gradient of x. out: where u is written, as rows at one distance."""
     x, weight, of = _rows(x), _dense(weight, WEIGHTS), Box.of(box)
-    key = (*form(x), tuple(shape), boxes is not None and boxes.shape, of, offsets)
+    out = dense_empty(x) if out is None else out
+    key = (*form(x, out), tuple(shape), boxes is not None and boxes.shape, of, offsets)
     launch = remembered(
         ("local_mixing", *key, mask is not None, transposed),
-        lambda: _launch(x, mask is not None, shape, boxes, of, offsets, transposed),
+        lambda: _launch(x, out, mask is not None, shape, boxes, of, offsets, transposed),
     )
-    out = dense_empty(x)
     launch(x, weight, flags(mask), boxes, out)
     return out
 
 
 def _backward_launches(
-    x: Tensor, mask: bool, shape: Sequence[int], boxes: Tensor | None, of: Box, offsets: Offsets
+    x: Tensor, dx: Tensor, mask: bool, shape: Sequence[int], boxes: Tensor | None, of: Box, offsets: Offsets
 ) -> list[tuple[Launch, int, int]]:
     """Return a launch for each set of taps, with their number and that of its partial sums."""
     chosen = plan(len(shape), len(offsets), backward=True)
@@ -384,7 +395,7 @@ def _backward_launches(
     for first in range(0, len(offsets), each):
         some = offsets[first : first + each]
         taps = {"LINES": lines(some, of.patch, -1), "TAPS": len(some), "MASKED": mask, "DX": sets == 1}
-        launch = Launch(_backward, (slots * blocks,), **common, each=count, **taps)
+        launch = Launch(_backward, (slots * blocks,), **common, TO=_stride(dx), each=count, **taps)
         launches.append((launch, len(some), slots))
     return launches
 
@@ -398,19 +409,20 @@ def backward(
     boxes: Tensor | None,
     box: Sequence[int],
     offsets: Offsets,
+    dx: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of x and of weight (float32). Without dx if there are more taps than
-    one pass takes: `mix` transposed computes it."""
+    """Return the gradients of x and of weight (float32). Without that of x if there are more taps than
+    one pass takes: `mix` transposed computes it. dx: where it is written, as rows at one distance."""
     du, x, weight, of = _dense(du, PAIR), _rows(x), _dense(weight, WEIGHTS), Box.of(box)
-    key = (*form(x), tuple(shape), boxes is not None and boxes.shape, of, offsets)
+    dx = dense_empty(x) if dx is None else dx
+    key = (*form(x, dx), tuple(shape), boxes is not None and boxes.shape, of, offsets)
     launches = remembered(
         ("local_mixing_backward", *key, mask is not None),
-        lambda: _backward_launches(x, mask is not None, shape, boxes, of, offsets),
+        lambda: _backward_launches(x, dx, mask is not None, shape, boxes, of, offsets),
     )
-    dx = dense_empty(x) if len(launches) == 1 else None
     sums = []
     for launch, taps, slots in launches:
         partial = scratch(x, slots, taps, x.shape[-1])
         launch(du, x, weight, flags(mask), boxes, dx, partial)
-        sums.append(partial.sum(0))
-    return dx, sums[0] if len(sums) == 1 else torch.cat(sums)
+        sums.append(sum_rows(partial.view(1, 1, slots, -1)).view(taps, -1))
+    return (dx, sums[0]) if len(sums) == 1 else (None, torch.cat(sums))

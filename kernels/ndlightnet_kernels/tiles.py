@@ -15,7 +15,7 @@ from ndlightnet_kernels.position import KINDS, FlatPosition
 
 # Arguments of attention kernels that are numbers: another value of one compiles nothing
 SIZES = ["length", "span", "n_splits", "segments", "per_segment", "tiles", "window", "chunks", "heads", "per_head"]
-SIZES += [*phases.SIZES, *(f"s{tensor}{axis}" for tensor in "qkvo" for axis in "bth")]
+SIZES += [*phases.SIZES, *(f"s{x}{axis}" for x in ("q", "k", "v", "o", "dq", "dk", "dv") for axis in "bth")]
 
 
 # The rows of a head of a tensor (batch, length, heads, columns) are a tuple: pointer, sample, head,
@@ -253,12 +253,6 @@ def flags(mask: Tensor | None) -> Tensor | None:
 def scratch(like: Tensor, *shape: int) -> Tensor:
     """Return an uninitialised float32 tensor on the device of `like`."""
     return like.new_empty(*shape, dtype=torch.float32)  # a tuple costs the host twice as much
-
-
-def theta_grad(x: Tensor, partial: Tensor | None) -> Tensor:
-    """Return the gradient of each head's angles, (heads, slots), from those of splits, tiles or chunks, (batch, heads,
-    number, slots); None: without slots. x: (batch, length, heads, dim)."""
-    return scratch(x, x.shape[2], 0) if partial is None else partial.sum((0, 2))
 
 
 def dense_empty(like: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from ndlightnet_kernels.phases import from_origin, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, windowed
 from ndlightnet_kernels.position import FlatPosition
 from ndlightnet_kernels.segments import log2_rate
+from ndlightnet_kernels.sums import theta_grad
 from ndlightnet_kernels.tiles import (
     SIZES,
     dense,
@@ -34,7 +35,6 @@ from ndlightnet_kernels.tiles import (
     powers,
     scratch,
     silu,
-    theta_grad,
     valid_tokens,
 )
 from ndlightnet_kernels.window import (

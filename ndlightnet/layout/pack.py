@@ -13,11 +13,9 @@ from ndlightnet.layout.abstract import per_axis
 from ndlightnet.layout.ragged import Ragged
 
 
-def cut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:
-    """Cut cells `(batch, channels, *space)` into patches, `(batch, *grid, cells * channels)`.
-
-    Sizes that the patch does not divide are padded with zeros at the end.
-    """
+def cut_patches(x: Tensor, patch: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """Cut cells `(batch, channels, *space)` into patches, `(batch, *grid, cells * channels)`, of another dtype if one
+    is given, in one pass. Sizes that the patch does not divide are padded with zeros at the end."""
     dims = len(patch)
     pad = []
     for size, step in zip(reversed(x.shape[2:]), reversed(patch), strict=True):
@@ -25,8 +23,12 @@ def cut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:
     space = " ".join(f"(n{a} p{a})" for a in range(dims))
     grid, cells = (" ".join(f"{c}{a}" for a in range(dims)) for c in "np")
     sizes = {f"p{a}": size for a, size in enumerate(patch)}
-    x = torch.nn.functional.pad(x, pad)
-    return rearrange(x, f"b c {space} -> b {grid} ({cells} c)", **sizes)
+    if torch.compiler.is_compiling() or any(pad):  # a graph takes any size
+        x = torch.nn.functional.pad(x, pad)
+    if dtype is None or dtype == x.dtype:
+        return rearrange(x, f"b c {space} -> b {grid} ({cells} c)", **sizes)
+    x = rearrange(x, f"b c {space} -> b {grid} {cells} c", **sizes)
+    return x.to(dtype, memory_format=torch.contiguous_format).flatten(1 + dims)
 
 
 def uncut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:

@@ -63,19 +63,24 @@ def map_after(mlp: nn.Module, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Te
     return x, mlp(normed)
 
 
-def mix(
-    mixer: nn.Module, x: Tensor, mask: Tensor | None, causal: bool, layout: Layout, norm: nn.Module | None = None
-) -> Tensor:
-    """Apply a mixer, or another module that is called like one, to tokens (batch, length, dim), or to their norm."""
-    if norm is not None:
-        if getattr(mixer, "norms", False) and fuses(x, norm) and not hooked(mixer):
-            return mixer(x, mask=mask, causal=causal, layout=layout, norm=norm)
-        x = residual_norm(x, None, norm)[1]
+def mix(mixer: nn.Module, x: Tensor, mask: Tensor | None, causal: bool, layout: Layout) -> Tensor:
+    """Apply a mixer, or another module that is called like one, to tokens (batch, length, dim)."""
     if isinstance(mixer, Mixer) or layout.packed:  # a pack has no form without its layout
         return mixer(x, mask=mask, causal=causal, layout=layout)
     # a module that is not a Mixer may not accept a layout
     mask = None if mask is None else layout.unflatten(mask)
     return layout.flatten(mixer(layout.unflatten(x), mask=mask, causal=causal))
+
+
+def mix_after(
+    mixer: nn.Module, x: Tensor, y: Tensor | None, norm: nn.Module, mask: Tensor | None, causal: bool, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """Return the residual stream x + y, or x without y, and what a mixer makes of its norm."""
+    if getattr(mixer, "norms", False) and layout.joint and fuses(x, norm) and not hooked(mixer):
+        pair: tuple[Tensor, Tensor] = mixer(x, mask=mask, causal=causal, layout=layout, norm=norm, branch=y)
+        return pair
+    x, normed = residual_norm(x, y, norm)
+    return x, mix(mixer, normed, mask, causal, layout)
 
 
 class Block(Initialized):
@@ -90,15 +95,24 @@ class Block(Initialized):
         self.drop_path = DropPath(drop_path)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, causal: bool = False, layout: Layout | None = None
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        layout: Layout | None = None,
+        branch: Tensor | None = None,
+        apart: bool = False,
+    ) -> Any:
         """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid), False = padding. With a layout
-        tokens may also be (batch, length, dim), mask (batch, length); a pack is (length, dim)."""
+        tokens may also be (batch, length, dim), mask (batch, length); a pack is (length, dim). branch: what is still
+        to be added to x. apart: the result is such a pair, which the norm of the next block adds on the way."""
         grid = layout or layout_of_tokens(x)
         y, mask = grid.tokens(x), grid.flatten_mask(mask)
-        branch = self.drop_path(mix(self.mixer, y, mask, causal, grid, self.norm1), grid)
-        y, branch = map_after(self.mlp, y, branch, self.norm2)
-        return (y + self.drop_path(branch, grid)).reshape(x.shape)
+        branch = None if branch is None else grid.tokens(branch)
+        y, branch = mix_after(self.mixer, y, branch, self.norm1, mask, causal, grid)
+        y, branch = map_after(self.mlp, y, self.drop_path(branch, grid), self.norm2)
+        branch = self.drop_path(branch, grid)
+        return (y.reshape(x.shape), branch.reshape(x.shape)) if apart else (y + branch).reshape(x.shape)
 
     def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Any:
         """Return the mixer's state before the first frame, of shape `space`, for `advance`."""

@@ -47,9 +47,7 @@ class LocalMixing(Initialized):
         self, x: Tensor, layout: Layout, mask: Tensor | None = None, causal: bool = False
     ) -> Callable[[], Tensor]:
         """Return, when called, the result: a slab of a grid sends its edges before that."""
-        self._check(layout)
-        taps = self.offsets(causal)
-        return begin_local_mixing(x, self.weight, taps, layout=layout, mask=mask, impl=self.impl)
+        return begin_local_mixing(x, *self.taps(layout, causal), layout=layout, mask=mask, impl=self.impl)
 
     def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Tensor:
         """Return the state before the first frame. space: shape of a frame."""
@@ -58,10 +56,10 @@ class LocalMixing(Initialized):
 
     def step(self, x: Tensor, grid: Grid, state: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the next frames in the causal form. Return them and the next state."""
-        self._check(grid)
-        taps = self.offsets(True)
-        return local_mixing_step(x, self.weight, taps, state, layout=grid, impl=self.impl)
+        return local_mixing_step(x, *self.taps(grid, True), state, layout=grid, impl=self.impl)
 
-    def _check(self, layout: Layout) -> None:
+    def taps(self, layout: Layout, causal: bool) -> tuple[Tensor, tuple[tuple[int, ...], ...]]:
+        """Return the weight and the offsets of the taps, for tokens of a layout."""
         if layout.ndim != self.dims:
             raise ValueError(f"tokens on {layout.ndim} axes, local mixing with dims={self.dims}: expected as many")
+        return self.weight, self.offsets(causal)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import cut_patches, per_axis
 from ndlightnet.nn.initial import Initialized
+from ndlightnet.ops.dtypes import product_dtype
 
 
 class Embedding(nn.Embedding):
@@ -50,7 +51,7 @@ class Patchify(PatchEmbed):
         self.proj = nn.Linear(in_chans * math.prod(self.patch), dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.cut(x))
+        return self.proj(cut_patches(x, self.patch, product_dtype(x)))
 
     def cut(self, x: Tensor) -> Tensor:
         """Return the patches as rows: `(batch, *grid, cells * channels)`."""

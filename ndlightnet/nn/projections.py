@@ -12,15 +12,16 @@ from ndlightnet.layout.abstract import exporting
 from ndlightnet.ops import add_norm
 
 
-def project(x: Tensor, *layers: nn.Linear, norm: nn.Module | None = None) -> Sequence[Tensor]:
-    """Map x (..., dim), or its norm, by each layer to (..., out_features)."""
+def project(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
+    """Map x (..., dim) by each layer to (..., out_features)."""
     if joins(x, *layers):
-        widths = [layer.out_features for layer in layers]
-        y = joint_linear(x, *layers) if norm is None else norm_linear(x, None, norm, *layers)[1]
-        return y.split(widths, -1)
-    if norm is not None:
-        x = residual_norm(x, None, norm)[1]
+        return divided(joint_linear(x, *layers), *layers)
     return [layer(x) for layer in layers]
+
+
+def divided(joint: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
+    """Return views of each layer's part of a joint map."""
+    return joint.split([layer.out_features for layer in layers], -1)
 
 
 def joint_linear(x: Tensor, *layers: nn.Linear) -> Tensor:

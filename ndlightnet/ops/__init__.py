@@ -7,6 +7,7 @@ from ndlightnet.ops.dispatch import Support, supported
 from ndlightnet.ops.instance_norm import instance_norm_silu
 from ndlightnet.ops.lightnet.attention import attention_step, causal_attention, global_attention, read, summarize
 from ndlightnet.ops.lightnet.frames import axis_causal_attention
+from ndlightnet.ops.lightnet.layer import attention_layer
 from ndlightnet.ops.lightnet.sdpa import lightnet_attention
 from ndlightnet.ops.lightnet.state import State, merge
 from ndlightnet.ops.local_mixing import dense, local_mixing, local_mixing_step, star
@@ -23,6 +24,7 @@ __all__ = [
     "State",
     "Support",
     "add_norm",
+    "attention_layer",
     "attention_step",
     "axis_causal_attention",
     "axis_scan",

@@ -50,7 +50,7 @@ def norm_gate(
     return out if proj is None else linear(out, proj)
 
 
-def _forward(
+def forward(
     y: Tensor,
     gate: Tensor,
     weight: Tensor,
@@ -64,7 +64,7 @@ def _forward(
     return out if proj is None else linear(out, proj), mean, rstd
 
 
-def _backward(
+def backward(
     dout: Tensor,
     y: Tensor,
     gate: Tensor,
@@ -76,14 +76,18 @@ def _backward(
     mean: Tensor,
     rstd: Tensor,
     needs_proj: bool,
+    into: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
+    """Return the gradients. into: where that of a gate that is mapped is written, rows at one distance."""
     logits, again = gate if up is None else linear(gate, up), needs_proj and proj is not None
     d = dout if proj is None else dout @ proj
     dy, dgate, *grads, out = _kernel_backward(d, y, logits, weight, bias, local, mean, rstd, again)
     dproj = weight_gradient(dout, out) if again else None
     if up is None:
         return dy, dgate, *grads, None, dproj
-    return dy, dgate @ up, *grads, weight_gradient(dgate, gate), dproj
+    rows = dgate.flatten(0, -2)
+    low = (rows @ up).view(gate.shape) if into is None else torch.mm(rows, up, out=into.flatten(0, -2))
+    return dy, low, *grads, weight_gradient(dgate, gate), dproj
 
 
 def _fake(y: Tensor, gate: Any, weight: Any, bias: Any, local: Any, up: Any, proj: Any, _: float) -> Any:
@@ -92,7 +96,7 @@ def _fake(y: Tensor, gate: Any, weight: Any, bias: Any, local: Any, up: Any, pro
     return out, mean, torch.empty_like(mean)
 
 
-def _flops(y: Any, gate: Any, up: Any, proj: Any, **_: Any) -> int:
+def flops(y: Any, gate: Any, up: Any, proj: Any, **_: Any) -> int:
     return 2 * math.prod(y) * ((0 if up is None else up[1]) + (0 if proj is None else proj[0]))
 
 
@@ -104,14 +108,14 @@ INPUTS = "Tensor y, Tensor gate, Tensor weight, Tensor bias, Tensor? local, Tens
 _kernel, _kernel_backward = kernel("gate", "norm_gate"), kernel("gate", "norm_gate_backward")
 _norm_gate = Operator(
     f"norm_gate({INPUTS}, float eps) -> (Tensor out, Tensor mean, Tensor rstd)",
-    _forward,
+    forward,
     _fake,
     Gradient(
         f"norm_gate_backward(Tensor dout, {INPUTS}, Tensor mean, Tensor rstd, bool needs_proj) "
         "-> (Tensor dy, Tensor dgate, Tensor dweight, Tensor dbias, Tensor dlocal, Tensor dup, Tensor dproj)",
-        _backward,
+        backward,
     ),
-    flops=_flops,
+    flops=flops,
     implementations=("torch", "triton", "reference"),  # the torch form is the specification
     limits=_limits,
 )

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import grad
 
 from ndlightnet.layout import Ragged
+from ndlightnet.models import NDLightNet, backbone
 from ndlightnet.nn import block as blocks
 from ndlightnet.nn import projections
 from ndlightnet.nn.block import Block
@@ -21,10 +22,10 @@ DIM, HEADS, HIDDEN = 24, 2, 64
 def as_on_a_gpu(monkeypatch):
     """Products are joined, and operators run on kernels."""
     lightnet = import_module("ndlightnet.nn.mixers.lightnet")
-    for module in (projections, blocks, lightnet):
+    for module in (projections, blocks, lightnet, backbone):
         monkeypatch.setattr(module, "joins", lambda x, *layers: torch.is_grad_enabled(), raising=False)
         monkeypatch.setattr(module, "fuses", lambda x, norm: True, raising=False)
-    for name in ("add_norm", "swiglu", "norm_gate", "local_mixing.api", "lightnet.attention"):
+    for name in ("add_norm", "swiglu", "norm_gate", "local_mixing.api", "lightnet.attention", "lightnet.layer"):
         module = import_module(f"ndlightnet.ops.{name}")
         monkeypatch.setattr(module, "resolve", lambda *_, **__: "triton")
 
@@ -99,6 +100,54 @@ def test_what_a_block_keeps(as_on_a_gpu):
     the MLP. Of each norm two statistics or one, in 4 bytes."""
     x = torch.randn(2, 6, 8, DIM, device=DEVICE, requires_grad=True)
     assert kept(make(), x) == 2 * (7 * DIM + DIM // HEADS + 2 * HIDDEN) + 4 * (1 + 1 + 2)
+
+
+def network(**options):
+    torch.manual_seed(0)
+    sizes = {"patch_size": 2, "embed_dim": DIM, "depth": 3, "tpe_states": 4}
+    return NDLightNet(2, 1, 3, **sizes, mixer=lambda dim: LightNetAttention(dim, HEADS, dims=2), **options).to(DEVICE)
+
+
+def adds(call):
+    """How often a stream is added to in torch."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiled:
+        call()
+    return sum(e.name == "aten::add" and e.input_shapes[:2] == [[1, 12, DIM]] * 2 for e in profiled.events())
+
+
+@pytest.mark.parametrize("way", ["plain", "recomputed", "hooked", "compiled"])
+def test_the_next_norm_adds_a_branch(as_on_a_gpu, monkeypatch, way):
+    """Within a network: only what the last block adds is a pass of its own. Where a block is more than its class says,
+    its result is the sum."""
+    net, seen = network(), []
+    x = torch.randn(1, 1, 6, 8, device=DEVICE)
+    net.set_grad_checkpointing(way == "recomputed")
+    if way == "hooked":
+        net.blocks[1].register_forward_hook(lambda *arguments: seen.append(arguments[2]))
+    if way == "compiled":
+        net.blocks[1].compile(fullgraph=True, backend="aot_eager")
+
+    def results():
+        y = net(x)
+        return y, *grad(y.square().sum(), [*net.parameters()])
+
+    actual = results()
+    if way in ("plain", "recomputed"):
+        embedded = adds(lambda: net._embedded(x, None))
+        with torch.autocast(DEVICE.type, BRAIN):
+            assert adds(lambda: net(x)) - embedded == (1 if way == "plain" else 3)
+    monkeypatch.setattr(backbone, "fuses", lambda x, norm: False)
+    for a, b in zip(actual, results(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
+    if way == "hooked":
+        torch.testing.assert_close(*(z for z in seen if z.requires_grad))
+
+
+def test_the_last_norm_keeps_the_precision_of_the_stream(as_on_a_gpu):
+    net, z = network(), torch.randn(5, DIM, device=DEVICE)
+    with torch.autocast(DEVICE.type, BRAIN):
+        actual = net._last_norm(z)
+    torch.testing.assert_close(actual, net.norm(z))
 
 
 def test_hooks_see_normed_tokens(as_on_a_gpu):

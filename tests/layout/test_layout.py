@@ -283,3 +283,10 @@ def test_exporting_is_not_compiling():
         assert not torch.compile(Shift(), fullgraph=True, backend="eager")(x).any()
         for strict in (False, True):
             assert torch.export.export(Shift(), (x,), strict=strict).module()(x).all()
+
+
+@pytest.mark.parametrize("size", [(4, 6), (5, 7)])
+def test_patches_are_cut_and_cast_at_once(size):
+    x = torch.randn(2, 3, *size)
+    cast = cut_patches(x, (2, 3), torch.bfloat16)
+    assert cast.is_contiguous() and torch.equal(cast, cut_patches(x, (2, 3)).bfloat16())

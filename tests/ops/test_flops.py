@@ -85,3 +85,18 @@ def test_operators_on_grids(both):
     forward = 2 * (2 * 30 * 8) * 3
     assert count(lambda: ops.local_mixing(*mixed)) == forward
     assert count(lambda: ops.local_mixing(*mixed).sum().backward()) == 3 * forward
+
+
+def test_a_layer_is_the_sum_of_its_operators():
+    """Attention with angles, 7 taps, a gate of rank 4, and a map to 20 channels."""
+    dim, rank, out = HEADS * D, 4, 20
+    x = torch.randn(BATCH, N, 3 * dim + rank, device="meta", requires_grad=True)
+    weight, bias = torch.empty(2, dim, device="meta")
+    maps, taps = (torch.empty(n, device="meta") for n in ((dim, rank), (out, dim))), torch.empty(7, dim, device="meta")
+    where = _triton.of_grid(Position(torch.rand(1, D, device="meta"), (N,)))
+    nowhere = None, None, [N], [1], [1], [0] * 7
+    run = torch.ops.ndlightnet.attention_layer
+    forward = 2 * BATCH * N * (2 * HEADS * 2 * D * D + 7 * dim + rank * dim + dim * out)
+    layer = run, x, weight, bias, *maps, taps, None, 1e-6, HEADS, *where, *nowhere
+    assert count(lambda: layer[0](*layer[1:])) == forward
+    assert count(lambda: layer[0](*layer[1:])[0].sum().backward()) == 3 * forward

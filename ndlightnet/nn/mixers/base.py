@@ -45,7 +45,8 @@ class Mixer(Initialized, ABC):
         layout: Layout | None = None,
         context: Tensor | None = None,
         norm: nn.Module | None = None,
-    ) -> Tensor:
+        branch: Tensor | None = None,
+    ) -> Any:
         """Map tokens (batch, *grid, dim) to the same shape.
 
         mask: bool over the source's tokens (batch, *grid), False = padding, which is not read.
@@ -53,7 +54,8 @@ class Mixer(Initialized, ABC):
         frames; not with a context. layout: with a Ragged x is (length, dim) and mask (length,);
         with a Grid x may be (batch, length, dim). context: the source to read instead of x (batch,
         *source grid, context dim), if a mixer has a cross form; samples of one shape only. norm: of a mixer
-        with `norms`, and without a context: what x goes through first.
+        with `norms`, and without a context: what x + branch, or x without a branch, goes through first; this sum and
+        the result are returned.
         """
         check_floats(x=x)
         check_not_wider(self, x=x)
@@ -73,8 +75,8 @@ class Mixer(Initialized, ABC):
             y = self.mix_context(tokens, grid, flat, source, mask)
         else:
 
-            def mix(layout: Layout, x: Tensor, mask: Tensor | None) -> Tensor:
-                return self.mix(x, layout, mask, causal, **({} if norm is None else {"norm": norm}))
+            def mix(layout: Layout, x: Tensor, mask: Tensor | None) -> Any:
+                return self.mix(x, layout, mask, causal, **({} if norm is None else {"norm": norm, "branch": branch}))
 
             if grid.shared and not self.mergeable:
                 raise ValueError(
@@ -83,6 +85,9 @@ class Mixer(Initialized, ABC):
                 )
             mask = grid.flatten_mask(mask)
             at_once = self.ragged and grid.joint
+            if norm is not None:
+                stream, y = mix(grid, tokens, mask)
+                return stream.reshape(x.shape), y.reshape(x.shape)
             y = mix(grid, tokens, mask) if at_once else grid.map_samples(mix, tokens, mask)
         return y.reshape(x.shape)
 

@@ -14,8 +14,8 @@ from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers.base import check_axes, default_heads, projected_like
 from ndlightnet.nn.mixers.with_local import LocalMixer, LocalState, Where
 from ndlightnet.nn.position import MDLRPE
-from ndlightnet.nn.projections import joins, project, residual_norm
-from ndlightnet.ops import attention_step, axis_causal_attention, norm_gate, read, summarize, supported
+from ndlightnet.nn.projections import divided, joins, joint_linear, norm_linear, project, residual_norm
+from ndlightnet.ops import attention_layer, attention_step, axis_causal_attention, norm_gate, read, summarize, supported
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet.attention import begin_global_attention, check_window
@@ -131,48 +131,70 @@ class LightNetAttention(Constants, LocalMixer):
         causal: bool,
         prefix: int = 0,
         norm: nn.Module | None = None,
-    ) -> Tensor:
+        branch: Tensor | None = None,
+    ) -> Any:
         """Map tokens (batch, prefix + length, dim) to the same shape; mask: as many. The `prefix`
         tokens in front of the grid, such as a class token, take part in the attention, at position
-        0, and not in local mixing. Prefix tokens need the global form and a Grid. norm: x goes through it first."""
+        0, and not in local mixing. Prefix tokens need the global form and a Grid. norm: x + branch goes through it
+        first, and is returned beside the result."""
         # a pack has nothing in front of its samples, and boxes and slabs would each have a prefix of their own
         if prefix and (causal or layout.packed or layout.shared):
             raise ValueError(f"prefix={prefix}: expected causal=False and a Grid of whole samples, or no prefix")
-        if norm is not None and self.local_input is not None:
-            x, norm = residual_norm(x, None, norm)[1], None
-        x = self.add_local(x, layout, mask, causal, prefix)
-        q, k, v, gate = self._project(x, x, norm)
+        layers, stream = self._layers, x
+        joint = None
+        if norm is not None and self.local_input is None and joins(x, *layers):
+            stream, joint = norm_linear(x, branch, norm, *layers)
+        elif norm is not None:
+            stream, x = residual_norm(x, branch, norm)
+        if joint is None:
+            x = self.add_local(x, layout, mask, causal, prefix)
+            joint = joint_linear(x, *layers) if joins(x, *layers) else None
+        y = self._attend(x, joint, layout, mask, causal, prefix)
+        return y if norm is None else (stream, y)
+
+    @property
+    def _layers(self) -> tuple[nn.Linear, ...]:
+        """The maps of a token to its query, key, value, and gate before its map to all channels and its sigmoid."""
+        down: Any = self.gate[0]
+        return self.q_proj, self.k_proj, self.v_proj, down
+
+    def _attend(
+        self, x: Tensor, joint: Tensor | None, layout: Layout, mask: Tensor | None, causal: bool, prefix: int
+    ) -> Tensor:
+        """joint: the joint map of x, None: it has none."""
+        position = self.lrpe(layout)._replace(prefix=prefix) if self.lrpe and not causal else None
+        if not causal:
+            self._refuse_window()
+        norm, (_, up), proj, local = self.norm, self.gate, self.o_proj, self.local_values
+        if joint is not None and not (causal or prefix) and joins(x, up, proj) and proj.bias is None:
+            taps = () if local is None else local.taps(layout, False)
+            options: Any = {"layout": layout, "mask": mask, "position": position, "impl": self.impl}
+            maps: Any = (up.weight, proj.weight)
+            return attention_layer(joint, self.heads, norm.weight, norm.bias, norm.eps, *maps, *taps, **options)
+        pieces = project(x, *self._layers) if joint is None else divided(joint, *self._layers)
+        q, k, v, gate = self._heads(*pieces)
         near = self.begin_local_values(v.flatten(2), layout, mask, causal, prefix)
         if causal:
             y, _ = self._causal((q, k, v), layout, mask)
             return self._output(y, gate, near())
-        self._refuse_window()
-        position = self.lrpe(layout)._replace(prefix=prefix) if self.lrpe else None
         within = None if prefix else layout
         attention = begin_global_attention(q, k, v, mask=mask, position=position, layout=within, impl=self.impl)
-        local = near()  # while the States of slabs are under way
-        return self._output(attention(), gate, local)
+        beside = near()  # while the States of slabs are under way
+        return self._output(attention(), gate, beside)
 
     def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
         self._refuse_window()
         if self.lrpe:
             check_axes(grid, source, "; use lrpe=None")
-        q, k, v, gate = self._project(x, context)
+        queries, gate = project(x, self.q_proj, self.gate[0])  # type: ignore[arg-type]
+        keys, values = project(context, self.k_proj, self.v_proj)
+        q, k, v, gate = self._heads(queries, keys, values, gate)
         at, of = (self.lrpe(grid), self.lrpe(source)) if self.lrpe else (None, None)
         state = summarize(k, v, mask=mask, position=of, impl=self.impl)
         return self._output(read(q, state, position=at, impl=self.impl), gate)
 
-    def _project(
-        self, x: Tensor, source: Tensor, norm: nn.Module | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v (batch, length, heads, head_dim), and the gate (batch, length, head_dim) before its map to all
-        channels and its sigmoid."""
-        down: Any
-        (down, _), keys = self.gate, (self.k_proj, self.v_proj)
-        if source is x:
-            q, k, v, gate = project(x, self.q_proj, *keys, down, norm=norm)
-        else:
-            (q, gate), (k, v) = project(x, self.q_proj, down), project(source, *keys)
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k, v as (batch, length, heads, head_dim)."""
         q, k, v = (y.unflatten(-1, (self.heads, self.head_dim)) for y in (q, k, v))
         return q, k, v, gate
 
@@ -231,7 +253,7 @@ class LightNetAttention(Constants, LocalMixer):
     def step(self, x: Tensor, grid: Grid, state: State | LocalState) -> tuple[Tensor, State | LocalState]:
         memory, values, inputs = LocalState(state, (), ()) if isinstance(state, State) else state
         x, inputs = self.step_input(x, grid, inputs)
-        q, k, v, gate = self._project(x, x)
+        q, k, v, gate = self._heads(*project(x, *self._layers))
         near, values = self.step_values(v.flatten(2), grid, values)
         if grid.length != 1 or self.window is not None or grid.shared:
             y, memory = self._causal((q, k, v), grid, None, memory)

@@ -80,6 +80,11 @@ def of_samples(
     return FlatPosition(theta, offset, splits, first, shapes, kind, (0, span, 0, 0))
 
 
+def of_layout(position: Position | None, pack: Ragged | None, k: Tensor, vdim: int) -> FlatPosition:
+    """Return the FlatPosition of samples end to end, or without a pack of rows that share one grid."""
+    return of_grid(position) if pack is None else of_samples(position, pack, k, vdim)
+
+
 # ---------------------------------------------------------------- what the operators share
 def _state(k: Tensor, vdim: int, fields: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Return unset States (max, sum, memory) of all samples. fields: of a FlatPosition."""

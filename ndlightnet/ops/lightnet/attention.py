@@ -185,14 +185,10 @@ def global_attention(
         return _begin_merged(q, k, v, mask, position, layout, impl)()
     # kernels take samples end to end at once, by tables of a Ragged; all else takes those of one shape at a time
     pack = layout if isinstance(layout, Ragged) else None
-    if pack is not None:
-        position = packed_position(pack, k, position)
-    _check(k, v, mask, position, q)
-    if position is not None and position.prefix == 0 and offset_of(position) is not None:
-        position = position._replace(layout=shape_of(position), offset=None)  # only differences matter
+    position = global_position(q, k, v, mask, position, pack)
     chosen: Any = resolve("global_attention", impl, k, v, position=position)
     if chosen == "triton" and (q.dtype == k.dtype or pack is not None):
-        where = _triton.of_grid(position) if pack is None else _triton.of_samples(position, pack, k, v.shape[-1])
+        where = _triton.of_layout(position, pack, k, v.shape[-1])
         if q.dtype == k.dtype:
             out: Tensor = _triton.global_attention(q, k, v, mask, *where)[0]
             return out
@@ -206,6 +202,19 @@ def global_attention(
 
         return map_attention(attend, pack, q, k, v, mask, position)
     return read(q, summarize(k, v, mask=mask, position=position, impl=impl), position=position, impl=impl)
+
+
+def global_position(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, pack: Ragged | None
+) -> Position | None:
+    """Check the inputs of global attention, and return the Position of their tokens. pack: the layout of samples end to
+    end, None: of rows that share a grid."""
+    if pack is not None:
+        position = packed_position(pack, k, position)
+    _check(k, v, mask, position, q)
+    if position is not None and position.prefix == 0 and offset_of(position) is not None:
+        position = position._replace(layout=shape_of(position), offset=None)  # only differences matter
+    return position
 
 
 def begin_global_attention(

@@ -30,6 +30,9 @@ class Where(NamedTuple):
     offsets: list[int]
 
 
+NOWHERE = Where(None, None, [], [], [], [])
+
+
 def where(layout: Layout, offsets: Offsets, device: torch.device) -> Where:
     """Return the operator's last arguments."""
     from ndlightnet_kernels import local_boxes
@@ -51,7 +54,7 @@ def _offsets(flat: Sequence[int], axes: int) -> Offsets:
     return tuple(tuple(flat[i : i + axes]) for i in range(0, len(flat), axes))
 
 
-def _forward(x: Tensor, weight: Tensor, mask: Tensor | None, *where: Any) -> Tensor:
+def forward(x: Tensor, weight: Tensor, mask: Tensor | None, *where: Any) -> Tensor:
     from ndlightnet_kernels import local_mixing as kernels
 
     at = Where(*where)
@@ -66,15 +69,22 @@ def _lowered(x: Tensor, weight: Tensor, mask: Tensor | None, *where: Any) -> Ten
     return shifts.on_grid(x, weight, _offsets(at.offsets, len(at.shape)), Grid(tuple(at.shape)))
 
 
-def _backward(du: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, *where: Any) -> Any:
+def backward(
+    du: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, *where: Any, dx: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and weight. dx: where that of x is written."""
     from ndlightnet_kernels import local_mixing as kernels
 
     at = Where(*where)
     taps = _offsets(at.offsets, len(at.shape))
-    dx, dweight = kernels.backward(du, x, weight, mask, at.shape, at.back_table, at.back_box, taps)
-    if dx is None:
-        dx = kernels.mix(du, weight, mask, at.shape, at.table, at.box, taps, transposed=True)
-    return dx, dweight
+    written, dweight = kernels.backward(du, x, weight, mask, at.shape, at.back_table, at.back_box, taps, dx)
+    if written is None:
+        written = kernels.mix(du, weight, mask, at.shape, at.table, at.box, taps, transposed=True, out=dx)
+    return written, dweight
+
+
+def flops(x: Sequence[int], weight: Sequence[int], **_: Any) -> int:
+    return 2 * math.prod(x) * weight[0]
 
 
 def _limits(x: Tensor, _: Any = None, weight: Tensor | None = None, **__: Any) -> str:
@@ -85,15 +95,15 @@ def _limits(x: Tensor, _: Any = None, weight: Tensor | None = None, **__: Any) -
 
 mix = Operator(
     f"local_mixing(Tensor x, Tensor weight, Tensor? mask, {WHERE}) -> Tensor u",
-    _forward,
+    forward,
     lambda x, *_: x.new_empty(x.shape),
     Gradient(
         f"local_mixing_backward(Tensor du, Tensor x, Tensor weight, Tensor? mask, {WHERE}) "
         "-> (Tensor dx, Tensor dweight)",
-        _backward,
+        backward,
     ),
     lowered=_lowered,
-    flops=lambda x, weight, **_: 2 * math.prod(x) * weight[0],
+    flops=flops,
     implementations=("torch", "triton", "reference"),
     limits=_limits,
 )

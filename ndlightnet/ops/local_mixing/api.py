@@ -50,8 +50,7 @@ def local_mixing(
         return grid.map_samples(alone, x, mask)
     if grid.axis is not None:
         return begin_local_mixing(x, weight, taps, layout=grid, mask=mask, impl=impl)()
-    cells = x.reshape(x.shape[0], *[1] * (grid.ndim - 1), grid.length, x.shape[-1])
-    chosen = resolve("local_mixing", impl, cells, None, weight)
+    chosen = choose(x, weight, grid, impl)
     if x.numel() == 0:
         return empty_result(x, weight)
     if chosen == "triton":
@@ -67,6 +66,12 @@ def local_mixing(
 
         return grid.map_samples(mix, x)
     return shifts.mixed(x, weight, taps, grid)
+
+
+def choose(x: Tensor, weight: Tensor, layout: Layout, impl: Impl) -> str:
+    """Return the implementation that mixes tokens (batch, length, dim)."""
+    cells = x.reshape(x.shape[0], *[1] * (layout.ndim - 1), layout.length, x.shape[-1])
+    return resolve("local_mixing", impl, cells, None, weight)
 
 
 def begin_local_mixing(
