@@ -2,6 +2,7 @@
 
 from ndlightnet.layout import Grid, Packed, Ragged, pack
 from ndlightnet.models import NDLightDiT, NDLightNet, NDLightUNet, ndlightnet_base, ndlightnet_small, ndlightnet_tiny
+from ndlightnet.models.cuda_graphs import Replay
 from ndlightnet.nn import MultiheadAttention, mixers
 from ndlightnet.nn.mixers import Identity, LightNetAttention, SoftmaxAttention
 from ndlightnet.ops import (
@@ -27,6 +28,7 @@ __all__ = [
     "NDLightUNet",
     "Packed",
     "Ragged",
+    "Replay",
     "SoftmaxAttention",
     "State",
     "__version__",

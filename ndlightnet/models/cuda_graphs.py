@@ -1,16 +1,75 @@
-"""Replay of a stream's steps from CUDA graphs: one launch per frame, not thousands from Python."""
+"""Functions of tensors and steps of streams from CUDA graphs: one launch, not thousands from Python."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
+T = TypeVar("T")
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for captures: cuBLAS allocates a workspace for every stream."""
+    return torch.cuda.Stream(device)
+
+
+def capture(
+    call: Callable[[], T], warm_up: Callable[[], object], device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Return a CUDA graph of a call, and its result, which every replay overwrites. `warm_up` runs before, three
+    times: kernels compile and workspaces are made outside a capture."""
+    graph, current, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), _stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            warm_up()
+    gc.collect()  # freeing an old graph while this one is captured would end the capture
+    # what other threads do meanwhile, such as pinning memory, would end a "global" capture
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        result = call()
+    current.wait_stream(stream)
+    return graph, result
+
+
+class Replay:
+    """A function of tensors, such as a whole step of training, replayed from a CUDA graph; without a GPU it is called.
+
+    The graph has all that the function does on the GPU, exchanges of `shard_grid` included, and must not wait for the
+    GPU. It is made by calling the function three times, and what these calls change stays. Random numbers are drawn
+    anew in every replay; an optimizer has to be `capturable`, and autocast not to cache weights.
+
+    inputs: of the shapes that later ones have, and the memory that these are copied into.
+
+        replay = Replay(step, x, label)
+        loss = replay(next_x, next_label)  # until the next replay, which overwrites it
+    """
+
+    def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+        self.function, self.inputs = function, inputs
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if inputs[0].is_cuda:
+            self.graph, self.output = capture(self.again, self.again, inputs[0].device)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Call the function on inputs; of fewer samples, the rest are those of the call before."""
+        for fixed, x in zip(self.inputs, inputs, strict=True):
+            fixed[: len(x)].copy_(x)
+        return self.again()
+
+    def again(self) -> Tensor:
+        """Call the function on the inputs of the last call."""
+        if self.graph is None:
+            return self.function(*self.inputs)
+        self.graph.replay()
+        return self.output
 
 
 class Captured(NamedTuple):
@@ -73,20 +132,15 @@ class Graphs:
 
     def _capture(self, x: Tensor, state: Any) -> Captured:
         x, state = x.clone(), _laid_over(state, self.state)
-        stream = torch.cuda.Stream(x.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels compile and workspaces are made before a capture
-            for _ in range(2):
-                self.step(x, state)
-        torch.cuda.current_stream().wait_stream(stream)
-        gc.collect()  # freeing an old graph during a capture would end it
-        graph = torch.cuda.CUDAGraph()
-        # what other threads do meanwhile, such as pinning memory, must not end it either
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+
+        def step() -> tuple[Tensor, Any]:
             output, after = self.step(x, state)
             if _kinds(after) != _kinds(state):
                 raise RuntimeError("a step of a stream changed the shapes or dtypes of its state")
             self._write(after)
+            return output, after
+
+        graph, (output, after) = capture(step, lambda: self.step(x, state), x.device)
         return Captured(graph, x, output, _laid_over(after, self.state))
 
 

@@ -32,10 +32,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ndlightnet import NDLightNet, NDLightUNet, shard_grid
+from ndlightnet import NDLightNet, NDLightUNet, Replay, shard_grid
 from ndlightnet.inference import predict_labels
 from ndlightnet_evidence import gpu_processes, kernel_times, runner, shard_model, tables
-from ndlightnet_evidence.cuda_graphs import Replay, seconds
+from ndlightnet_evidence.cuda_graphs import seconds
 from ndlightnet_evidence.tables import Run
 
 STRIDES = (2, 2, 2, 2)

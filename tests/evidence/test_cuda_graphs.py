@@ -1,6 +1,5 @@
 """Steps from graphs are steps of AdamW and of an average; making a graph moves nothing."""
 
-import gc
 from functools import partial
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ndlightnet_evidence.cuda_graphs import Replay, Steps
+from ndlightnet_evidence.cuda_graphs import Steps
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -46,28 +45,3 @@ def test_steps_are_those_of_adamw_and_the_average_follows(device):
     for name, value in steps.averaged.state_dict().items():
         if value.is_floating_point():
             torch.testing.assert_close(value.double(), average[name], rtol=1e-5, atol=1e-6)
-
-
-def test_a_replay_takes_shorter_inputs():
-    replay = Replay(lambda x: 2 * x, torch.zeros(4, 2))
-    assert torch.equal(replay(torch.ones(3, 2))[:3], torch.full((3, 2), 2.0))
-
-
-@on_cuda
-def test_an_old_graph_is_not_freed_during_a_capture():
-    """A graph in a cycle lives until the garbage collector runs, which may be at any time."""
-    gc.disable()  # nothing but the calls below
-    try:
-        old = Replay(lambda x: 2 * x, torch.zeros(4, device="cuda"))
-        old.cycle = old
-        del old
-
-        def function(x):
-            if torch.cuda.is_current_stream_capturing():
-                gc.collect()
-            return 3 * x
-
-        replay = Replay(function, torch.zeros(4, device="cuda"))
-        assert torch.equal(replay(torch.ones(4, device="cuda")).cpu(), torch.full((4,), 3.0))
-    finally:
-        gc.enable()

@@ -76,6 +76,14 @@ def test_the_kernels_of_two_gpus(tmp_path):
             assert max(kinds.values()) <= 1e-4, (label, kinds)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="expected a GPU")
+def test_steps_with_their_exchanges_from_a_cuda_graph(tmp_path):
+    for jobs in run(WORKER, tmp_path / "ranks", min(2, torch.cuda.device_count()), "replayed"):
+        for label, kinds in jobs["replayed"].items():
+            assert max(kinds.values()) <= 1e-4, (label, kinds)
+
+
 @pytest.mark.parametrize("rows, batch, ms", [(64, 4, 12.6), (32, 4, 8.7), (64, 1, 4.6)])
 def test_what_an_exchange_takes_by_the_model_of_costs(rows, batch, ms):
     """Two GPUs took 16.4, 10.1 and 5.5 ms where MD-TPE sent half as many bytes again."""

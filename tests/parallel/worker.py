@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ndlightnet import NDLightNet, NDLightUNet, shard_grid
+from ndlightnet import NDLightNet, NDLightUNet, Replay, shard_grid
 from ndlightnet.parallel import Processes
 from ndlightnet.parallel import slab as slabs
 from tests.processes import SECONDS
@@ -118,6 +119,34 @@ def on_gpus() -> dict[str, Any]:
             errors[f"{name}, axis {axis}"] = against_whole(CASES[name], axis, torch.float32, device="cuda")
     errors["U-Net M, grad_checkpointing"] = against_whole(CASES["U-Net M"], 0, torch.float32, True, device="cuda")
     return errors
+
+
+def replayed(device: str = "cuda") -> dict[str, Any]:
+    """Steps of a sharded network from a CUDA graph, against steps without one."""
+    torch.manual_seed(0)
+    net: Any = NDLightNet(3, 1, 5, patch_size=2, embed_dim=32, depth=2).to(device)
+    plain, batches = copy.deepcopy(net), torch.randn(6, 2, 1, 8, 12, 6).to(device)
+    with shard_grid(dist.group.WORLD) as grid:
+
+        def step(net: Any, x: Tensor) -> Tensor:
+            loss = net(grid.slab(x, 2)).square().mean()
+            net.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    dist.all_reduce(p.grad.div_(dist.get_world_size()))
+                    p.sub_(0.1 * p.grad)
+            return loss.detach()
+
+        replay = Replay(partial(step, net), batches[0].clone())
+        if device == "cuda":  # the steps before the capture
+            losses = [step(plain, batches[0]) for _ in range(3)]
+        losses = [(replay(x).clone(), step(plain, x)) for x in batches[1:]]
+    own, others = (torch.cat([p.detach().flatten() for p in each.parameters()]) for each in (net, plain))
+    return {
+        "losses": {str(i): error_of(a, b, b) for i, (a, b) in enumerate(losses)},
+        "weights": {"": error_of(own, others, others)},
+    }
 
 
 def stream() -> dict[str, Any]:
@@ -335,4 +364,4 @@ if __name__ == "__main__":
         (folder / "0.json").write_text(json.dumps(session(folder)))
     else:
         torch.cuda.set_device(rank)
-        run_rank(folder, rank, count, (on_gpus,), "nccl")
+        run_rank(folder, rank, count, ({"on_gpus": on_gpus, "replayed": replayed}[job],), "nccl")

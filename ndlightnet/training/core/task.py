@@ -116,7 +116,6 @@ class Task(L.LightningModule):
         if grad_checkpointing:
             checkpoint_blocks(net)
         self.cost = CostMonitor(self.measures)
-        self.bar_values: dict[str, Tensor] = {}  # values in the progress bar
         self.failures: list[str] = []
         self.notes: list[str] = []
         self.summary = ""
@@ -247,21 +246,16 @@ class Task(L.LightningModule):
         self.graphed = [x.shape for x in inputs]
 
     def log(self, name: str, value: Any, prog_bar: bool = False, *args: Any, **options: Any) -> None:
-        """Log a value as Lightning does, which reads those of its progress bar in every step and would wait for the
-        device: in training they are read in the steps that are logged, and at the end of an epoch."""
-        if prog_bar and self.trainer.training and isinstance(value, Tensor | float):
-            value = self._read(name, torch.as_tensor(value))
-        super().log(name, value, prog_bar, *args, **options)
+        """Log a value as Lightning does; of those in the progress bar, training on a GPU logs the first step, those
+        that are written, and the last: Lightning would wait for the device to show a value, and takes as long to log
+        it as the optimizer to launch its update."""
+        if not prog_bar or not self.trainer.training or self.device.type == "cpu" or self._logs_step():
+            super().log(name, value, prog_bar, *args, **options)
 
-    def _read(self, name: str, value: Tensor) -> Tensor:
-        """Return a value on the host: of this step, if it is logged or the last one, else of the last that was."""
+    def _logs_step(self) -> bool:
         trainer, step = self.trainer, self.trainer.global_step + 1
-        logged = step % max(1, trainer.log_every_n_steps) == 0  # type: ignore[attr-defined]
-        if value.device.type == "cpu":
-            return value
-        if name not in self.bar_values or logged or trainer.is_last_batch or step == trainer.max_steps:
-            self.bar_values[name] = value.detach().cpu()
-        return self.bar_values[name]
+        written = step % max(1, trainer.log_every_n_steps) == 0  # type: ignore[attr-defined]
+        return step == 1 or written or trainer.is_last_batch or step == trainer.max_steps
 
     def on_train_epoch_start(self) -> None:
         # random numbers of the network, such as dropout, follow from the seed, the epoch and which

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ndlightnet import Replay
 from ndlightnet.training.core.optim import decayed_groups
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for captures: cuBLAS allocates a workspace for every stream."""
-    return torch.cuda.Stream(device)
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -29,44 +22,6 @@ def seconds(call: Callable[[], Any]) -> float:
     call()
     synchronize()
     return time.perf_counter() - start
-
-
-class Replay:
-    """A function of fixed tensors, replayed from a CUDA graph if there is a card. The function is
-    called three times before the capture, and what these calls change stays."""
-
-    def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
-        self.function, self.inputs = function, inputs
-        self.graph = torch.cuda.CUDAGraph() if inputs[0].is_cuda else None
-        if self.graph is None:
-            return
-        current, stream = torch.cuda.current_stream(), _stream(inputs[0].device)
-        stream.wait_stream(current)
-        gc.collect()  # freeing an old graph while this one is captured would end the capture
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                function(*inputs)
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what these calls leave: a capture cannot take it back
-            # a loader's thread that pins memory meanwhile would end a "global" capture
-            self.graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self.output = function(*inputs)
-            finally:
-                self.graph.capture_end()
-        current.wait_stream(stream)
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        for fixed, x in zip(self.inputs, inputs, strict=True):
-            fixed[: len(x)].copy_(x)
-        return self.again()
-
-    def again(self) -> Tensor:
-        """Call the function on the inputs of the last call."""
-        if self.graph is None:
-            return self.function(*self.inputs)
-        self.graph.replay()
-        return self.output
 
 
 class Steps:

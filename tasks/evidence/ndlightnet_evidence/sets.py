@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ndlightnet import Replay
 from ndlightnet.training import ImageData, ImageFolders, TextData
 from ndlightnet.training.classification.scores import scores
 from ndlightnet.training.language.measures import token_nll
 from ndlightnet.training.language.text_task import TextLoss
 from ndlightnet_evidence import runner
-from ndlightnet_evidence.cuda_graphs import Replay
 from ndlightnet_evidence.tables import Run
 
 EVALUATED = 200  # images in a batch of a test

@@ -5,6 +5,8 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from ndlightnet import NDLightNet, NDLightUNet
@@ -81,6 +83,27 @@ def test_schedule_rises_to_the_peak_and_falls_on_a_cosine():
     values = rates(20, warmup_epochs=0, min_lr=0)
     assert values[0] == 0.5 and values[-1] == pytest.approx(0)
     assert rates(20, warmup_epochs=4)[-2] == pytest.approx(0.5 * 20 / 40)  # longer than the training
+
+
+def test_the_update_is_one_launch_after_clipping_in_every_precision():
+    """Of 16-mixed, too: with its fused optimizers Lightning refuses to clip what is not unscaled yet."""
+    net = nn.Linear(2, 2)
+    (optimizer, _), scaler = optimizer_of(net, 10), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    assert optimizer.defaults["fused"]
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    clipped = []
+
+    def clip(optimizer, model):
+        plugin.clip_gradients(optimizer, 0.5)
+        clipped.append(torch.cat([p.grad.flatten() for p in net.parameters()]).norm())
+
+    plugin._after_closure = lambda model, optimizer: clip(optimizer, model)
+    before = net.weight.detach().clone()
+    loss = net(torch.ones(3, 2)).square().sum()
+    plugin.optimizer_step(
+        optimizer, SimpleNamespace(automatic_optimization=True), lambda: scaler.scale(loss).backward() or loss
+    )
+    assert clipped[0] == pytest.approx(0.5, rel=1e-5) and not torch.equal(net.weight, before)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 19])

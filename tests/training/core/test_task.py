@@ -124,30 +124,23 @@ def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch
         SignalTask(nn.Identity(), cuda_graph=True).on_fit_start()
 
 
-def test_the_progress_bar_waits_for_the_device_only_in_steps_that_are_logged(monkeypatch):
-    """And in the last one of an epoch or a training; validation logs what it has."""
-    reads, logged = [], []
-
-    class Far(torch.Tensor):
-        device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-
-        def cpu(self):
-            reads.append(int(self))
-            return torch.tensor(float(self))
-
-    monkeypatch.setattr(L.LightningModule, "log", lambda task, name, value, bar: logged.append(float(value)))
-    task = Task(nn.Identity())
+def test_training_on_a_gpu_logs_the_steps_that_are_written(monkeypatch):
+    """And the first one, and the last of an epoch or a training: the progress bar would wait for the device."""
+    logged = []
+    monkeypatch.setattr(L.LightningModule, "log", lambda task, name, value, bar: logged.append(value))
     trainer = SimpleNamespace(training=True, log_every_n_steps=4, max_steps=7, is_last_batch=False, global_step=0)
-    task._trainer = trainer  # type: ignore[assignment]
+    near, far = Task(nn.Identity()), OnACard(nn.Identity())
+    near._trainer = far._trainer = trainer  # type: ignore[assignment]
     for trainer.global_step in range(7):
-        task.log("loss", torch.tensor(float(trainer.global_step)).as_subclass(Far), prog_bar=True)
-    assert logged == [0, 0, 0, 3, 3, 3, 6] and reads == [0, 3, 6]
-    trainer.global_step, trainer.is_last_batch = 8, True
-    task.log("loss", torch.tensor(8.0).as_subclass(Far), prog_bar=True)
-    task.log("samples/s", 2.5, prog_bar=True)  # a number is no tensor of the device, either
-    trainer.training = False
-    task.log("val", torch.tensor(9.0).as_subclass(Far), prog_bar=True)
-    assert reads == [0, 3, 6, 8] and logged[7:] == [8, 2.5, 9]
+        far.log("loss", trainer.global_step, prog_bar=True)
+    assert logged == [0, 3, 6]
+    far.log("waiting", 7)  # at the end of an epoch, not in the bar
+    near.log("loss", 8, prog_bar=True)
+    trainer.global_step, trainer.is_last_batch = 9, True
+    far.log("loss", 9, prog_bar=True)
+    trainer.training, trainer.is_last_batch = False, False
+    far.log("val", 10, prog_bar=True)
+    assert logged[3:] == [7, 8, 9, 10]
 
 
 @pytest.mark.parametrize("kind", [ImageTask, SegmentationTask])
