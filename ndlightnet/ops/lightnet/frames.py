@@ -355,10 +355,10 @@ def _by_torch(tokens: Tokens, frames: int) -> Forms:
     q, k, v, mask, position = tokens
     k, v = _mask_inputs(k, v, mask)
     w, shape = _factors(k, position), (frames, -1)
+    f = _query(q, position, w).unflatten(1, shape)
     if w is not None:
         w = w.unflatten(-3, shape)
     frame_states = parallel.summarize(k.unflatten(1, shape), v.unflatten(1, shape), w)
-    f = _query(q, position).unflatten(1, shape)
     return frame_states, lambda merged: parallel.read(f, merged).flatten(1, 2).to(q.dtype)
 
 

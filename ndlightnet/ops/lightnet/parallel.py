@@ -73,21 +73,20 @@ def _summary(k: Tensor, v: Tensor, w: Tensor | None) -> State:
     top = k.detach().amax(dim=-3).to(acc)
     p = decay(k.to(acc), top[..., None, :, :])
     f = p if w is None else tile(p, w.shape[-1], -1) * w
-    return State(top, p.sum(dim=-3), torch.einsum("...lhr,...lhd->...hrd", f, v.to(acc)))
+    return State(top, p.sum(dim=-3), f.transpose(-3, -2).mT @ v.to(acc).transpose(-3, -2))
 
 
 def summarize(k: Tensor, v: Tensor, w: Tensor | None) -> State:
-    if plain():
+    if plain() or not torch.is_grad_enabled():
         return _summary(k, v, w)
     return State(*Summarize.apply(k, v, w))  # type: ignore[no-untyped-call]
 
 
 def read(f: Tensor, state: State) -> Tensor:
     """Read a State with query features `(..., length, heads, rows)`; zero where it is empty."""
-    filled = state.sum > 0
-    inverse = torch.where(filled, 1 / torch.where(filled, state.sum, 1), 0)
-    memory = state.memory * tile(inverse, state.memory.shape[-2], -1)[..., None]
-    return torch.einsum("...lhr,...hrd->...lhd", f, memory)
+    total = torch.where(state.sum > 0, state.sum, torch.inf)
+    memory = state.memory / tile(total, state.memory.shape[-2], -1)[..., None]
+    return (f.transpose(-3, -2) @ memory).transpose(-3, -2)
 
 
 # ------------------------------------------------------------------------------ causal (Eq. 5)
