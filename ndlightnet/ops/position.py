@@ -113,9 +113,10 @@ def key_features(position: Position, dim: int, dtype: torch.dtype) -> Tensor:
 
     angles, front = [], []
     split = theta.to(finest(theta.device)).split(groups(slots, grid.ndim), dim=-1)
+    kind = split[0].dtype if offset is None else torch.int64  # far coordinates are ints until they are differences
     for axis, group in enumerate(split):
         origin = row(position.origin[axis]) if position.origin else None
-        coordinate = torch.arange(grid.shape[axis], device=theta.device)
+        coordinate = torch.arange(grid.shape[axis], dtype=kind, device=theta.device)
         coordinate = coordinate[:, None] if rowwise else coordinate
         if offset is not None:
             coordinate = coordinate + row(offset[axis])  # (n, batch or 1) or (n,)

@@ -336,6 +336,17 @@ def chunked(
     return out.to(q.dtype), offset_gradient(state, position, 1)
 
 
+def alone(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, forget: float | Tensor
+) -> Tensor:
+    """Run causal attention over tokens from no State to none, in torch: few of them need no memory."""
+    position = relative(position)
+    with exact(k):
+        k, v = _mask_inputs(k, v, mask)
+        factors = _factors(k, position)
+        return parallel.causal_alone(_query(q, position, factors), k, v, factors, _rates(forget, k)).to(q.dtype)
+
+
 def _rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
     """Return decay rates () or (heads, 1) for keys k, float64; None where nothing decays."""
     decays = isinstance(forget, Tensor) or forget != 0

@@ -307,7 +307,8 @@ def causal(
 
 def causal_alone(f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None) -> Tensor:
     """Return the output of sequences from no State to none: those of one chunk need no memory."""
-    if k.shape[1] > CHUNK:
+    n = k.shape[1]
+    if n > CHUNK // 2 and (n > CHUNK or even_chunk(n) < CHUNK):
         rows = k.shape[0], *k.shape[2:], v.shape[3], w is not None
         return causal(f, k, v, w, rates, State.empty(*rows, dtype=accumulator(k), device=k.device))[0]
     out: Tensor = (_forward if plain() else operator)(f, k, v, w, rates, None, None, None, 1)[0]

@@ -99,10 +99,11 @@ def _has_onednn(x: Tensor) -> bool:
 
 def _convolves(x: Tensor, offsets: Offsets) -> bool:
     """Return whether a convolution over the box of all taps is faster: measured on a CPU."""
-    box = math.prod(1 + b + a for b, a in zip(*_reach(offsets), strict=True))
     enough = len(offsets) > 7 or x.numel() >= NUMBERS  # else shifts are done before a convolution has begun
     expanded = 0 in x.stride()  # as the gradient of a sum is: a convolution would copy it
-    return _has_onednn(x) and x.ndim - 2 in (2, 3) and 4 * len(offsets) > box and enough and not expanded
+    if not (enough and not expanded and _has_onednn(x) and x.ndim - 2 in (2, 3)):
+        return False
+    return 4 * len(offsets) > math.prod(1 + b + a for b, a in zip(*_reach(offsets), strict=True))
 
 
 def _convolve(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
