@@ -226,7 +226,8 @@ def axis_causal_attention(
     if k.shape[1] == frames and window is None and not frame.shared:
         if k.is_cpu and chosen == "torch" and state is None and not (return_state or plain() or compiling()):
             return alone(q, k, v, mask, position, forget), None
-        return causal_attention(q, k, v, mask=mask, position=position, state=state, forget=forget, impl=impl)
+        out, state = causal_attention(q, k, v, mask=mask, position=position, state=state, forget=forget, impl=impl)
+        return out, state if return_state else None
     position = relative(position)
     if state is not None:
         _check_frames(state, k, v, position, window)
