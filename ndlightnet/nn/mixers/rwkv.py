@@ -61,9 +61,9 @@ class RWKV4(Recurrent):
         return Inputs(z, k.to(accumulator(k)), v)
 
     def recur(self, inputs: Inputs, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
-        _, k, v = inputs
-        decay, bonus, n, read = self.decay.to(k.dtype).exp().expand(1, 1, -1), self.bonus.to(k.dtype), inclusive, []
-        for k, v in wkv.segments(k, v):
+        n, dtype, read = inclusive, inputs.k.dtype, []
+        decay, bonus = self.decay.to(dtype).exp().expand(1, 1, -1), self.bonus.to(dtype)
+        for k, v in wkv.segments(inputs.k, inputs.v):
             sums, memory = wkv.weighted_sums(k, v, decay, memory)
             with_self = wkv.merge(sums[:n], wkv.token(k[:n] + bonus, v[:n]))
             read.append(torch.cat([with_self, sums[n:]]) if n < sums.shape[0] else with_self)
