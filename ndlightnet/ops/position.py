@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ndlightnet.layout import Grid, Layout, as_layout
 from ndlightnet.ops.dtypes import finest
-from ndlightnet.ops.lightnet.state import State
+from ndlightnet.ops.lightnet.state import State, tile
 from ndlightnet.ops.plain import plain
 
 Kind = Literal["cosine", "rotary"]
@@ -85,19 +85,26 @@ def frequencies(slots: int, axes: int, base: float = 10000.0, device: torch.devi
 
 def tables(position: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin of all tokens' angles, each (prefix + grid length, heads or 1, dim), with
-    an axis (batch,) in front where samples have different offsets.
+    an axis (batch,) in front where samples have different offsets."""
+    cos, sin = key_features(position, dim, dtype).chunk(2, -1)
+    return cos, sin
+
+
+def key_features(position: Position, dim: int, dtype: torch.dtype) -> Tensor:
+    """Return the factors on an exponentiated key: cos and sin of all tokens' angles side by side, (prefix + grid
+    length, heads or 1, 2 * dim), with an axis (batch,) in front where samples have different offsets.
 
     Angles are float64 products (float32 has a relative error of 6e-8: 1e-2 radians at 2e5 steps).
     """
     grid, theta = Grid(shape_of(position)), position.theta
-    offset = offset_of(position) or (0,) * grid.ndim
+    offset = offset_of(position)
     slots = slots_of(dim, position.kind)
     if theta.ndim != 2 or theta.shape[-1] != slots:
         raise ValueError(
             f"theta of shape {tuple(theta.shape)}: expected (heads or 1, {slots}) "
             f"for kind={position.kind!r} and head dim {dim}"
         )
-    rowwise = [s for s in (*offset, *(position.origin or ())) if isinstance(s, Tensor) and s.ndim]
+    rowwise = [s for s in (*(offset or ()), *(position.origin or ())) if isinstance(s, Tensor) and s.ndim]
 
     def row(first: int | Tensor) -> int | Tensor:
         if not isinstance(first, Tensor):
@@ -106,34 +113,37 @@ def tables(position: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
     angles, front = [], []
     split = theta.to(finest(theta.device)).split(groups(slots, grid.ndim), dim=-1)
+    kind = split[0].dtype if offset is None else torch.int64  # far coordinates are ints until they are differences
     for axis, group in enumerate(split):
         origin = row(position.origin[axis]) if position.origin else None
-        coordinate = torch.arange(grid.shape[axis], device=theta.device)
+        coordinate = torch.arange(grid.shape[axis], dtype=kind, device=theta.device)
         coordinate = coordinate[:, None] if rowwise else coordinate
-        coordinate = coordinate + row(offset[axis])  # (n, batch or 1) or (n,)
+        if offset is not None:
+            coordinate = coordinate + row(offset[axis])  # (n, batch or 1) or (n,)
         angles.append(_angles(coordinate, origin, group))
-        front.append(_angles(coordinate.new_zeros(1, *coordinate.shape[1:]), origin, group))
+        if position.prefix:
+            front.append(_angles(coordinate.new_zeros(1, *coordinate.shape[1:]), origin, group))
 
-    def over_grid(function: Callable[[Tensor], Tensor]) -> Tensor:
-        values = [grid.spread(function(x).to(dtype), axis) for axis, x in enumerate(angles)]
-        in_front = [function(x).to(dtype) for x in front]
-        if rowwise:
-            rows = rowwise[0].shape[0]
-            values = [x.expand(*grid.shape, rows, *x.shape[-2:]).movedim(-3, 0) for x in values]
-            in_front = [x.expand(1, rows, *x.shape[-2:]).movedim(-3, 0) for x in in_front]
-        lead = values[0].shape[: 1 if rowwise else 0]
-        table = torch.cat(values, dim=-1).reshape(*lead, grid.length, theta.shape[0], slots)
-        if position.prefix == 0:
-            return table
-        still = torch.cat(in_front, dim=-1).expand(*lead, position.prefix, theta.shape[0], slots)
-        return torch.cat([still, table], dim=-3)
+    def factors(grid: Grid, angles: list[Tensor]) -> Tensor:
+        def spread(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+            values = [grid.spread(function(x).to(dtype), axis) for axis, x in enumerate(angles)]
+            if rowwise:
+                rows = rowwise[0].shape[0]
+                values = [x.expand(*grid.shape, rows, *x.shape[-2:]).movedim(-3, 0) for x in values]
+            return values
 
-    cos, sin = over_grid(torch.cos), over_grid(torch.sin)
-    if position.kind == "rotary":
-        still = cos[..., : dim % 2]  # an odd last channel is not rotated
-        cos = torch.cat([cos, cos, torch.ones_like(still)], dim=-1)
-        sin = torch.cat([sin, sin, torch.zeros_like(still)], dim=-1)
-    return cos, sin
+        cos, sin = spread(torch.cos), spread(torch.sin)
+        if position.kind == "rotary":
+            still = cos[0][..., : dim % 2]  # an odd last channel is not rotated
+            cos, sin = [*cos, *cos, torch.ones_like(still)], [*sin, *sin, torch.zeros_like(still)]
+        table = torch.cat([*cos, *sin], dim=-1)
+        return table.reshape(*table.shape[: 1 if rowwise else 0], grid.length, theta.shape[0], 2 * dim)
+
+    table = factors(grid, angles)
+    if position.prefix == 0:
+        return table
+    still = factors(Grid((1,) * grid.ndim), front)
+    return torch.cat([still.expand(*still.shape[:-3], position.prefix, *still.shape[-2:]), table], dim=-3)
 
 
 def _angles(coordinate: Tensor, origin: int | Tensor | None, theta: Tensor) -> Tensor:
@@ -211,17 +221,13 @@ def columns(coordinates: tuple[int | Tensor, ...], device: torch.device) -> list
     ]
 
 
-def key_features(position: Position, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return the factors on an exponentiated key: cos and sin of `tables`, (..., 2 * dim)."""
-    return torch.cat(tables(position, dim, dtype), dim=-1)
-
-
-def query_features(x: Tensor, position: Position) -> Tensor:
-    """Return features that read the memory: `(batch, length, heads, dim)` -> `(..., 2 * dim)`."""
-    cos, sin = tables(position, x.shape[-1], x.dtype)
+def query_features(x: Tensor, position: Position, factors: Tensor | None = None) -> Tensor:
+    """Return features that read the memory: `(batch, length, heads, dim)` -> `(..., 2 * dim)`. factors: `key_features`
+    of the same tokens, if they are known."""
+    factors = key_features(position, x.shape[-1], x.dtype) if factors is None else factors.to(x.dtype)
     if position.kind == "cosine":
-        return torch.cat([x * cos, x * sin], dim=-1)
-    a = rotate(x, cos, sin)
+        return tile(x, factors.shape[-1], -1) * factors
+    a = rotate(x, *factors.chunk(2, -1))
     return torch.cat([a, -quarter_turn(a)], dim=-1)
 
 

@@ -202,7 +202,8 @@ def test_a_sweep_times_every_row(tmp_path, monkeypatch, capsys):
     assert command.main(words) == 0 and torch.get_num_threads() == threads
     timed = {(c["row"], c["pass"]) for c in json.loads((tmp_path / "bench.json").read_text())["cells"] if c["ms"]}
     names = ("MD-TPE, fp32", "global, length", "causal, length", "pack, length", "window", "tokens a frame")
-    names += ("local, radius", "3-D convolution, side")
+    names += ("causal without a State, length", "local, radius", "3-D convolution, side")
+    names += tuple(f"{kind}, length" for kind in ("GLA", "DeltaNet", "Mamba", "RWKV4"))
     expected = {(name, direction) for name in names for direction in ("fwd", "fwd+bwd")}
     assert timed == expected | {("stream, tokens a call", "fwd")}
     assert "| local, radius " in capsys.readouterr().out and (tmp_path / "sweep.png").stat().st_size > 5_000

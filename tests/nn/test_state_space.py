@@ -14,6 +14,7 @@ from ndlightnet.nn.mixers.mamba import Mamba
 from ndlightnet.nn.mixers.rwkv import RWKV4
 from ndlightnet.nn.mixers.s4 import S4
 from ndlightnet.nn.mixers.s5 import S5
+from ndlightnet.ops.recurrence import wkv
 from ndlightnet.ops.recurrence.ssm import legs
 
 KINDS = {"S4": partial(S4, state=8), "S5": partial(S5, state=8), "Mamba": Mamba, "RWKV4": RWKV4}
@@ -129,6 +130,18 @@ def test_rwkv4_is_its_formula(close):
     weights = torch.cat([forth, back], 2).softmax(2)
     y = torch.einsum("btsc,bsc->btc", weights, torch.cat([v, v2], 1))
     close(m(x), (r.sigmoid() * y) @ m.o_proj.weight.T, 1e-12)
+
+
+@pytest.mark.parametrize("scan", ["raster", "both"])
+def test_rwkv_reads_long_sequences_in_segments(close, close_grads, monkeypatch, scan):
+    m, x = build(RWKV4, scan=scan), tokens(N).requires_grad_()
+    expected, sums, lengths = m(x), wkv.weighted_sums, []
+    monkeypatch.setattr(wkv, "weighted_sums", lambda k, *rest: (lengths.append(k.shape[1]), sums(k, *rest))[1])
+    monkeypatch.setattr(wkv, "SEGMENT", 7 * DIM * 2 * (1 if scan == "raster" else 2))
+    actual = m(x)
+    assert lengths == [7, 7, 6]
+    close(actual, expected, 1e-12)
+    close_grads(actual, expected, [x, *m.parameters()], 1e-11)
 
 
 @every

@@ -6,8 +6,19 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.ops import State, attention_step, causal_attention, global_attention, merge, read, summarize
-from ndlightnet.ops.lightnet import parallel
+from ndlightnet.ops import (
+    Position,
+    State,
+    attention_step,
+    axis_causal_attention,
+    causal_attention,
+    global_attention,
+    merge,
+    position,
+    read,
+    summarize,
+)
+from ndlightnet.ops.lightnet import attention, parallel
 from ndlightnet.ops.lightnet.parallel import even_chunk
 
 from . import framed
@@ -54,6 +65,30 @@ def test_long_sequences_go_from_state_to_state_in_segments(monkeypatch, dense, c
     expected = dense(*inputs, see=see, angles=turned)
     close(actual, expected, 1e-10)
     close_grads(actual, expected, (*inputs, theta), 1e-9)
+
+
+@pytest.mark.parametrize("length", (1, 2, 7, 16, 32, 33, 52, 65))
+def test_few_tokens_without_a_state_need_no_memory(monkeypatch, close, close_grads, length):
+    *inputs, theta = framed.sample((length,))
+    mask = torch.rand(2, length) > 0.2
+    options = {"mask": mask, "position": Position(theta, (length,)), "forget": 0.3}
+    expected, _ = causal_attention(*inputs, **options)
+    if length in (1, 2, 7, 16, 32, 52):
+        monkeypatch.setattr(parallel, "causal", None)
+    actual, state = axis_causal_attention(*inputs, length, **options, return_state=False)
+    assert state is None
+    close(actual, expected, 1e-10)
+    close_grads(actual, expected, (*inputs, theta), 1e-9)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_and_keys_share_a_table_of_angles(monkeypatch, causal):
+    tables, make = [], attention.key_features
+    monkeypatch.setattr(attention, "key_features", lambda *inputs: tables.append(make(*inputs)) or tables[-1])
+    monkeypatch.setattr(position, "key_features", None)
+    *inputs, theta = framed.sample((6,))
+    form(causal)(*inputs, position=Position(theta, (6,)))
+    assert len(tables) == 1
 
 
 @pytest.mark.parametrize("length", (1, 23, 65))

@@ -132,6 +132,19 @@ def test_axis_scan_is_the_sum_over_axes(close, close_grads, shape, ways):
     close_grads(actual, expected, inputs, 1e-10)
 
 
+@pytest.mark.parametrize("n", [1, 2, 33, 64])
+def test_short_lines_both_ways_are_one_product(close, close_grads, monkeypatch, n):
+    x = torch.randn(2, n, 3, dtype=torch.float64)
+    ways = [weights((n,)), weights((n,))]
+    inputs = [x, *(p for way in ways for p in way)]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    monkeypatch.setattr(lines, "line_scan", None)
+    actual, expected = axis_scan(x, *ways[0], ways[1]), by_hand(x, *ways)
+    close(actual, expected, 1e-11)
+    close_grads(actual, expected, inputs, 1e-10)
+
+
 def test_the_reference_does_not_run_the_torch_form(close, monkeypatch):
     x, pair = torch.randn(2, 7, 3, dtype=torch.float64), weights((7,))
     expected = axis_scan(x, *pair, impl="torch")

@@ -61,13 +61,13 @@ class RWKV4(Recurrent):
         return Inputs(z, k.to(accumulator(k)), v)
 
     def recur(self, inputs: Inputs, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
-        k = inputs.k
-        w = self.decay.to(k.dtype).exp().expand(1, 1, -1)
-        sums, memory = wkv.weighted_sums(k, inputs.v, w, memory)
-        n = inclusive
-        token = wkv.token(k[:n] + self.bonus.to(k.dtype), inputs.v[:n])
-        with_self = wkv.merge(sums[:n], token)
-        return torch.cat([with_self, sums[n:]]) if n < sums.shape[0] else with_self, memory
+        n, dtype, read = inclusive, inputs.k.dtype, []
+        decay, bonus = self.decay.to(dtype).exp().expand(1, 1, -1), self.bonus.to(dtype)
+        for k, v in wkv.segments(inputs.k, inputs.v):
+            sums, memory = wkv.weighted_sums(k, v, decay, memory)
+            with_self = wkv.merge(sums[:n], wkv.token(k[:n] + bonus, v[:n]))
+            read.append(torch.cat([with_self, sums[n:]]) if n < sums.shape[0] else with_self)
+        return read[0] if len(read) == 1 else torch.cat(read, 1), memory
 
     def join(self, one: Tensor, two: Tensor) -> Tensor:
         return wkv.merge(one, two)

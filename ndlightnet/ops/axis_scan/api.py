@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,13 +10,11 @@ from torch import Tensor
 
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.ops.axis_scan import _triton, reference
-from ndlightnet.ops.axis_scan.lines import line_scan
+from ndlightnet.ops.axis_scan.lines import Way, both_ways, line_scan
 from ndlightnet.ops.dispatch import DTYPES, Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.recurrence.chunks import exact
-
-Way = tuple[Tensor, Tensor]
 
 
 def axis_scan(
@@ -113,24 +110,24 @@ def _scan(
         return grid.flatten(out) if cells is not x else out
     # even NaN in the padding cannot leak
     source = (x if mask is None else x.masked_fill(~mask[..., None], 0)).to(products)
-    run = _scan_reference if chosen == "reference" else line_scan
+    one_way, two_ways = (_scan_reference, _both_ways) if chosen == "reference" else (line_scan, both_ways)
     with exact(x):
-        total = torch.zeros_like(x, dtype=dtype)
+        total: Any = 0
         for axis in range(grid.ndim):
-            way, last, way_back = (coef[axis], log_decay[axis]), axis - grid.ndim, None
+            way, last = (coef[axis], log_decay[axis]), axis - grid.ndim
             if reverse is not None and -last <= len(reverse[0]):
-                way_back = reverse[0][last], reverse[1][last]
-            total = total + grid.map_lines(partial(_both_ways, run=run, way=way, reverse=way_back), source, axis)
+                run = partial(two_ways, way=way, reverse=(reverse[0][last], reverse[1][last]))
+            else:
+                run = partial(one_way, coef=way[0], log_decay=way[1])
+            total = total + grid.map_lines(run, source, axis).to(dtype)
         return (x + total).to(dtype) if residual else total
 
 
-def _both_ways(lines: Tensor, run: Callable[..., Tensor], way: Way, reverse: Way | None) -> Tensor:
+def _both_ways(x: Tensor, way: Way, reverse: Way) -> Tensor:
     """Run the recurrence along lines (lines, n, dim) of an axis both ways; a token counts once. Rounded once."""
-    if reverse is None:
-        return run(lines, *way)
-    x = lines.to(accumulator(lines))
-    y = run(x, *way) + run(x.flip(1), *reverse).flip(1)
-    return (y - x * reverse[0].sum(-1).to(x.dtype)).to(lines.dtype)
+    u = x.to(accumulator(x))
+    y = _scan_reference(u, *way) + _scan_reference(u.flip(1), *reverse).flip(1)
+    return (y - u * reverse[0].sum(-1).to(u.dtype)).to(x.dtype)
 
 
 def _scan_reference(x: Tensor, coef: Tensor, log_decay: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from torch import Tensor
 from ndlightnet.layout.abstract import exporting
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.empty import empty_result
-from ndlightnet.ops.recurrence.exponential import carry_over, even, exponential_filter
+from ndlightnet.ops.recurrence.exponential import carry_over, even, exponential_filter, toeplitz
+
+Way = tuple[Tensor, Tensor]
 
 EXPORTED = 32  # tokens of a chunk in an exported graph, whose lines may be shorter
 CHUNK = 64  # tokens of a chunk: a Toeplitz matrix within a chunk, states between chunks
@@ -38,6 +40,37 @@ def line_state(x: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Ten
     return h if state is None else h + torch.exp(log_decay.to(acc) * n) * state
 
 
+def _traced() -> bool:
+    return exporting() or torch.compiler.is_compiling()
+
+
+def _chunks(x: Tensor) -> tuple[int, int]:
+    """Return the number of chunks to cut lines (lines, n, dim) into, and their size."""
+    n = x.shape[1]
+    # torch.export takes a size of 1, and a view of all, as constants, and AOTInductor compiles for
+    # minutes where sizes are quotients of quotients
+    if exporting():
+        return n // EXPORTED + 3, EXPORTED
+    # along many short lines a larger Toeplitz matrix takes less time than states
+    short = not _traced() and n <= min(3 * CHUNK, 2 * x.shape[0])  # a comparison would be a guard of a graph
+    return even(n, 5 * CHUNK // 2 if short else CHUNK)
+
+
+def both_ways(x: Tensor, way: Way, reverse: Way) -> Tensor:
+    """Run one recurrence forward and one backward along lines (lines, n, dim), each `way` a pair of coefficients and
+    log decays; a token itself counts once, with the forward weights."""
+    acc = accumulator(x)
+    u, (coef, log_decay), (rcoef, rlog_decay) = (x.to(acc), *((c.to(acc), d.to(acc)) for c, d in (way, reverse)))
+    if not _traced() and x.shape[1] and _chunks(x)[0] == 1:  # one Toeplitz matrix with both, in half the time
+        n, lag = x.shape[1], torch.arange(x.shape[1] + 1, device=x.device)
+        kernel = torch.cat([coef @ _powers(log_decay, lag[:n]), rcoef @ _powers(rlog_decay, lag[1:].flip(0))], 1)
+        y = (u.movedim(-1, 0).contiguous() @ toeplitz(kernel, n)).movedim(0, -1)  # the products are of channels
+    else:
+        y = line_scan(u, coef, log_decay) + line_scan(u.flip(1), rcoef, rlog_decay).flip(1)
+        y = y - u * rcoef.sum(-1)
+    return y.to(x.dtype)
+
+
 def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Tensor:
     """Run the recurrence along lines of tokens: (lines, n, dim) -> same shape.
 
@@ -48,17 +81,10 @@ def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None =
     if n == 0:
         return empty_result(x, coef, log_decay, state)
     coef, log_decay = coef.to(acc), log_decay.to(acc)
-    exported = exporting()
-    traced = exported or torch.compiler.is_compiling()
-    # along many short lines a larger Toeplitz matrix takes less time than states
-    short = not traced and n <= min(3 * CHUNK, 2 * x.shape[0])  # a comparison would be a guard of an exported graph
-    most = 5 * CHUNK // 2 if short else CHUNK
-    # torch.export takes a size of 1, and a view of all, as constants, and AOTInductor compiles for
-    # minutes where sizes are quotients of quotients
-    chunks, size = (n // EXPORTED + 3, EXPORTED) if exported else even(n, most)
+    chunks, size = _chunks(x)
     table = _powers(log_decay, torch.arange(size + 1, device=x.device))[None]
     state = None if state is None else state.to(acc)
-    carry = partial(_carry_traced, log_decay * size) if traced else carry_over
+    carry = partial(_carry_traced, log_decay * size) if _traced() else carry_over
     y, _ = exponential_filter(x.to(acc), chunks, table, coef, state, carry)
     return y.to(x.dtype)
 

@@ -105,9 +105,10 @@ def _mask_inputs(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Ten
     return k.masked_fill(hidden, -torch.inf), v.masked_fill(hidden, 0)
 
 
-def _query(q: Tensor, position: Position | None) -> Tensor:
+def _query(q: Tensor, position: Position | None, factors: Tensor | None = None) -> Tensor:
+    """Return query features. factors: those of the keys of the same tokens, if they are known."""
     phi = torch.nn.functional.silu(q.to(accumulator(q)))
-    return phi if position is None else query_features(phi, position)
+    return phi if position is None else query_features(phi, position, factors)
 
 
 def _theta(position: Position | None) -> Tensor | None:
@@ -201,6 +202,12 @@ def global_attention(
             return global_attention(*qkv, **options, impl=chosen)
 
         return map_attention(attend, pack, q, k, v, mask, position)
+    if chosen == "torch" and k.shape[1]:
+        position = relative(position)
+        with exact(k):
+            k, v = _mask_inputs(k, v, mask)
+            factors = _factors(k, position)
+            return parallel.read(_query(q, position, factors), parallel.summarize(k, v, factors)).to(q.dtype)
     return read(q, summarize(k, v, mask=mask, position=position, impl=impl), position=position, impl=impl)
 
 
@@ -254,10 +261,11 @@ def _begin_merged(
     with exact(k):
         keys, values = (layout.join(x) for x in _mask_inputs(k, v, mask))
         factors = _factors(k, position)
+        queries = _query(q, position, factors)
         if factors is not None:  # (rows or none, tokens, heads or 1, features)
             factors = layout.join(factors.expand(len(k), *factors.shape[-3:]))
         state = parallel.summarize(keys, values, factors)
-        out = layout.divide(parallel.read(layout.join(_query(q, position)), state)).to(q.dtype)
+        out = layout.divide(parallel.read(layout.join(queries), state)).to(q.dtype)
     return lambda: out
 
 
@@ -349,9 +357,21 @@ def chunked(
 ) -> tuple[Tensor, State]:
     """Run causal attention over frames of `size` tokens in chunks, in torch. position, state: relative."""
     k, v = _mask_inputs(k, v, mask)
-    inputs = (_query(q, position), k, v, _factors(k, position), _rates(forget, k))
+    factors = _factors(k, position)
+    inputs = (_query(q, position, factors), k, v, factors, _rates(forget, k))
     out, state = parallel.causal(*inputs, _empty(k, v, position) if state is None else state, size)
     return out.to(q.dtype), offset_gradient(state, position, 1)
+
+
+def alone(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, forget: float | Tensor
+) -> Tensor:
+    """Run causal attention over tokens from no State to none, in torch: few of them need no memory."""
+    position = relative(position)
+    with exact(k):
+        k, v = _mask_inputs(k, v, mask)
+        factors = _factors(k, position)
+        return parallel.causal_alone(_query(q, position, factors), k, v, factors, _rates(forget, k)).to(q.dtype)
 
 
 def _rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
@@ -385,7 +405,8 @@ def token_window(
         rates, where = _head_rates(forget, k), _triton.of_grid(position)
         return _triton_window.attention(q, k, v, mask, rates, window, where)
     k, v = _mask_inputs(k, v, mask)
-    out = windowed.attention(_query(q, position), k, v, _factors(k, position), _rates(forget, k), window)
+    factors = _factors(k, position)
+    out = windowed.attention(_query(q, position, factors), k, v, factors, _rates(forget, k), window)
     return out.to(q.dtype)
 
 
@@ -415,5 +436,5 @@ def attention_step(
         f = p if w is None else tile(p, w.shape[-1], -1) * w[..., 0, :, :]
         token = State(top, p, f[..., None] * value[..., None, :])
         state = merge(offset_gradient(state, position, -1), token)
-        y = parallel.read(_query(q, position), state).to(q.dtype)
+        y = parallel.read(_query(q, position, w), state).to(q.dtype)
         return y[:, 0], offset_gradient(state, position, 1)

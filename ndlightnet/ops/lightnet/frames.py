@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling as compiling
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, Layout, Ragged, as_layout
@@ -30,6 +31,7 @@ from ndlightnet.ops.lightnet.attention import (
     _mask_inputs,
     _query,
     _theta,
+    alone,
     causal_attention,
     check_rates,
     check_window,
@@ -222,7 +224,10 @@ def axis_causal_attention(
     if frame.shared and chosen == "reference":
         raise ValueError("impl='reference' with slabs of a frame: expected 'auto', 'torch' or 'triton'")
     if k.shape[1] == frames and window is None and not frame.shared:
-        return causal_attention(q, k, v, mask=mask, position=position, state=state, forget=forget, impl=impl)
+        if k.is_cpu and chosen == "torch" and state is None and not (return_state or plain() or compiling()):
+            return alone(q, k, v, mask, position, forget), None
+        out, state = causal_attention(q, k, v, mask=mask, position=position, state=state, forget=forget, impl=impl)
+        return out, state if return_state else None
     position = relative(position)
     if state is not None:
         _check_frames(state, k, v, position, window)
@@ -247,7 +252,7 @@ def axis_causal_attention(
             if window is None and chosen == "torch" and states_outweigh_tokens(k, v, position, least):
                 out, state = chunked(*inputs, state, forget, size)
                 return out, state if return_state else None
-            if window is None and k.is_cpu and not learnt and not torch.compiler.is_compiling():
+            if window is None and k.is_cpu and not learnt and not compiling():
                 group = max(1, SEGMENT // max(1, k.shape[0] * k.shape[2] * k.shape[3] * v.shape[3]))
             elif states_outweigh_tokens(k, v, position, size):
                 group = max(1, round(frames**0.5))
@@ -355,10 +360,10 @@ def _by_torch(tokens: Tokens, frames: int) -> Forms:
     q, k, v, mask, position = tokens
     k, v = _mask_inputs(k, v, mask)
     w, shape = _factors(k, position), (frames, -1)
+    f = _query(q, position, w).unflatten(1, shape)
     if w is not None:
         w = w.unflatten(-3, shape)
     frame_states = parallel.summarize(k.unflatten(1, shape), v.unflatten(1, shape), w)
-    f = _query(q, position).unflatten(1, shape)
     return frame_states, lambda merged: parallel.read(f, merged).flatten(1, 2).to(q.dtype)
 
 

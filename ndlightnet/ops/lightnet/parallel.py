@@ -73,21 +73,20 @@ def _summary(k: Tensor, v: Tensor, w: Tensor | None) -> State:
     top = k.detach().amax(dim=-3).to(acc)
     p = decay(k.to(acc), top[..., None, :, :])
     f = p if w is None else tile(p, w.shape[-1], -1) * w
-    return State(top, p.sum(dim=-3), torch.einsum("...lhr,...lhd->...hrd", f, v.to(acc)))
+    return State(top, p.sum(dim=-3), f.transpose(-3, -2).mT @ v.to(acc).transpose(-3, -2))
 
 
 def summarize(k: Tensor, v: Tensor, w: Tensor | None) -> State:
-    if plain():
+    if plain() or not torch.is_grad_enabled():
         return _summary(k, v, w)
     return State(*Summarize.apply(k, v, w))  # type: ignore[no-untyped-call]
 
 
 def read(f: Tensor, state: State) -> Tensor:
     """Read a State with query features `(..., length, heads, rows)`; zero where it is empty."""
-    filled = state.sum > 0
-    inverse = torch.where(filled, 1 / torch.where(filled, state.sum, 1), 0)
-    memory = state.memory * tile(inverse, state.memory.shape[-2], -1)[..., None]
-    return torch.einsum("...lhr,...hrd->...lhd", f, memory)
+    total = torch.where(state.sum > 0, state.sum, torch.inf)
+    memory = state.memory / tile(total, state.memory.shape[-2], -1)[..., None]
+    return (f.transpose(-3, -2) @ memory).transpose(-3, -2)
 
 
 # ------------------------------------------------------------------------------ causal (Eq. 5)
@@ -308,7 +307,8 @@ def causal(
 
 def causal_alone(f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None) -> Tensor:
     """Return the output of sequences from no State to none: those of one chunk need no memory."""
-    if k.shape[1] > CHUNK:
+    n = k.shape[1]
+    if n > CHUNK // 2 and (n > CHUNK or even_chunk(n) < CHUNK):
         rows = k.shape[0], *k.shape[2:], v.shape[3], w is not None
         return causal(f, k, v, w, rates, State.empty(*rows, dtype=accumulator(k), device=k.device))[0]
     out: Tensor = (_forward if plain() else operator)(f, k, v, w, rates, None, None, None, 1)[0]

@@ -61,7 +61,7 @@ class State(NamedTuple):
 def decay(before: Tensor, after: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return exp(before - after) for before <= after, and 0 for before = -inf (no tokens). dtype:
     of the difference and the result, if not that of both."""
-    gap = torch.where(before == -torch.inf, -torch.inf, before - after)
+    gap = before - after.masked_fill(after == -torch.inf, 0)
     return torch.exp(gap if dtype is None else gap.to(dtype))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ Box = tuple[slice, ...]
 NUMBERS = 2**18  # from so many on a convolution of few taps is faster than shifts
 
 
+@lru_cache(1024)
 def _overlap(shape: Sequence[int], offset: Sequence[int]) -> tuple[Box, Box] | None:
     """Return the cells t that an offset's tap adds to and the cells t - offset that it reads, as
     slices of (batch, *shape, dim); None if there are none."""
@@ -41,9 +43,10 @@ class _Mix(torch.autograd.Function):
         ctx.offsets = offsets
         if _convolves(x, offsets):
             return _convolve(x, weight, offsets)
-        u = torch.zeros_like(x)
+        here = (0,) * len(offsets[0])
+        u = x * weight[offsets.index(here)] if here in offsets else torch.zeros_like(x)
         for w, offset in zip(weight, offsets, strict=True):
-            if overlap := _overlap(x.shape[1:-1], offset):
+            if offset != here and (overlap := _overlap(x.shape[1:-1], offset)):
                 u[overlap[0]].addcmul_(x[overlap[1]], w)
         return u
 
@@ -96,10 +99,11 @@ def _has_onednn(x: Tensor) -> bool:
 
 def _convolves(x: Tensor, offsets: Offsets) -> bool:
     """Return whether a convolution over the box of all taps is faster: measured on a CPU."""
-    box = math.prod(1 + b + a for b, a in zip(*_reach(offsets), strict=True))
     enough = len(offsets) > 7 or x.numel() >= NUMBERS  # else shifts are done before a convolution has begun
     expanded = 0 in x.stride()  # as the gradient of a sum is: a convolution would copy it
-    return _has_onednn(x) and x.ndim - 2 in (2, 3) and 4 * len(offsets) > box and enough and not expanded
+    if not (enough and not expanded and _has_onednn(x) and x.ndim - 2 in (2, 3)):
+        return False
+    return 4 * len(offsets) > math.prod(1 + b + a for b, a in zip(*_reach(offsets), strict=True))
 
 
 def _convolve(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:

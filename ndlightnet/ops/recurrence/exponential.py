@@ -27,6 +27,14 @@ def even(n: int, most: int) -> tuple[int, int]:
     return chunks, (n + chunks - 1) // chunks
 
 
+def toeplitz(kernel: Tensor, size: int) -> Tensor:
+    """Return the matrices (channels, s, t) of K_(t - s), given (channels, length) that begins with K_0, K_1, ... and
+    ends with ..., K_-2, K_-1; they may share one zero or more between."""
+    n = kernel.shape[1]
+    rows = kernel[:, None].expand(-1, size, -1).flatten(1)  # read in rows of one less, row s is shifted by s
+    return rows[:, : size * (n - 1)].unflatten(1, (size, n - 1))[..., :size]
+
+
 def gather(pieces: Tensor, powers: Tensor) -> Tensor:
     """Return what each chunk adds to the states, sum_s lambda^(size - 1 - s) u_s: (batch, chunks,
     size, channels) and (channels or 1, states, size) -> (batch, chunks, channels, states)."""
@@ -53,10 +61,7 @@ def exponential_filter(
     pieces = pad(u, (0, 0, 0, chunks * size - n)).unflatten(1, (chunks, size))
     powers = table[..., :size]
     kernel = torch.einsum("cjz,cjtz->ct", _real(weight.conj_physical()), _real(powers))
-    # rows of kernel and zeros, row s shifted by s: (channels, s, t) of K_(t-s)
-    rows = pad(kernel, (0, size))[:, None].expand(-1, size, -1).flatten(1)
-    toeplitz = rows[:, : size * (2 * size - 1)].unflatten(1, (size, -1))[..., :size]
-    y = torch.einsum("bpsc,cst->bptc", pieces, toeplitz)
+    y = torch.einsum("bpsc,cst->bptc", pieces, toeplitz(pad(kernel, (0, size)), size))
     starts = None if first is None else first[:, None]
     if chunks > 1:
         entries = carry(gather(pieces[:, :-1], powers), table[..., -1], first)

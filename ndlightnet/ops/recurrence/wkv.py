@@ -15,9 +15,19 @@ from torch import Tensor
 
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.empty import empty_result
+from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence.scan import MAXIMUM, before, memories, scan
 
 LOWEST = -1e30  # the exponent of a sum over no tokens
+SEGMENT = 2**18  # numbers of k that a CPU takes at a time: of more, sums would be new pages of memory in every call
+
+
+def segments(k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Cut k, v (batch, length, channels) into pieces to run one after the other: one, except on a CPU."""
+    if not k.is_cpu or plain() or torch.compiler.is_compiling():
+        return [(k, v)]
+    step = max(1, SEGMENT // max(1, k.shape[0] * k.shape[2]))
+    return list(zip(k.split(step, 1), v.split(step, 1), strict=True))
 
 
 def weighted_sums(k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:

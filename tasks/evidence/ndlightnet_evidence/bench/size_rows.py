@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet import NDLightNet, Ragged, ops
+from ndlightnet import NDLightNet, Ragged, mixers, ops
 from ndlightnet.nn.slabs import Conv3d
 from ndlightnet_evidence.bench import attention_rows, operator_rows
 from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
@@ -38,7 +38,7 @@ def sweep(bench: Bench) -> None:
     threads, on_card = torch.get_num_threads(), bench.device.type == "cuda"
     torch.set_num_threads(threads if on_card else 1)
     try:
-        for row in (lines, attention, frames, local, streams, sides):
+        for row in (lines, attention, frames, local, recurrences, streams, sides):
             for direction in PASSES:
                 for p in [p for p in row(bench, on_card) if direction in p.tensors]:
                     x = p.inputs()[0]
@@ -85,11 +85,15 @@ def attention(bench: Bench, on_card: bool) -> Iterator[Point]:
     def causal(*qkv: Tensor) -> Tensor:
         return ops.causal_attention(*qkv, impl=bench.impl)[0]
 
-    for row in ("global", "causal", "pack"):
-        for n in bench.some(lengths):
+    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.axis_causal_attention(q, k, v, q.shape[1], return_state=False, impl=bench.impl)[0]
+
+    for row in ("global", "causal", "causal without a State", "pack"):
+        for n in bench.some([1, 2, 4, 7, 8, *lengths] if row == "causal without a State" else lengths):
             count = total // n
             pack = Ragged([(n,)] * count) if row == "pack" else None
-            run = causal if row == "causal" else partial(ops.global_attention, layout=pack, impl=bench.impl)
+            whole = partial(ops.global_attention, layout=pack, impl=bench.impl)
+            run: Any = {"causal": causal, "causal without a State": alone}.get(row, whole)
             inputs = _qkv(bench, 1, count * n) if pack else _qkv(bench, count, n)
             yield Point(f"{row}, length", n, run, inputs, attention_rows.TENSORS, count * n)
 
@@ -118,6 +122,16 @@ def local(bench: Bench, on_card: bool) -> Iterator[Point]:
         taps = ops.star(2, radius)
         run, make = partial(ops.local_mixing, offsets=taps, impl=bench.impl), partial(inputs, len(taps))
         yield Point("local, radius", radius, run, make, operator_rows.TENSORS, batch * 64 * 64 * len(taps))
+
+
+def recurrences(bench: Bench, on_card: bool) -> Iterator[Point]:
+    """Mixers that read token by token, over the length of a sequence."""
+    dim = 384 if on_card else 64
+    for kind in (mixers.GLA, mixers.DeltaNet, mixers.Mamba, mixers.RWKV4):
+        run = partial(kind(dim).to(bench.device, HALF if on_card else SINGLE), causal=True)
+        for n in bench.some([512, 4096, 16384]):
+            inputs = partial(_draw, bench, (1, n, dim))
+            yield Point(f"{kind.__name__}, length", n, run, inputs, operator_rows.TENSORS, n)
 
 
 def streams(bench: Bench, on_card: bool) -> Iterator[Point]:
