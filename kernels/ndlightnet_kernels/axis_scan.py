@@ -28,13 +28,15 @@ from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, processors
 
 LONGEST = 128  # tokens of the longest line that is one dense product, in 16 bits; half as many in float32
-# Plans by blocks of 16 tokens in a line: channels of a warp, warps, programs per multiprocessor,
-# stages of loads in flight. Measured on an H200 for 2 and 4 blocks.
-PRODUCT = {1: (4, 8, 2, 3), 2: (4, 8, 2, 3), 4: (4, 8, 1, 2), 8: (2, 8, 1, 1)}
-CORRELATE = {1: (8, 4, 2, 1), 2: (8, 4, 2, 1), 4: (4, 4, 2, 2), 8: (2, 4, 2, 2)}
-# Plans for float32: the largest that fit, not compared
-PRODUCT_FULL = {1: (4, 4, 2, 1), 2: (2, 8, 1, 1), 4: (2, 4, 2, 1)}
-CORRELATE_FULL = {1: (4, 4, 2, 1), 2: (2, 4, 2, 1), 4: (1, 4, 3, 2)}
+# Plans for 16-bit products of 16-bit tokens and of float32 ones, and for float32 products, by blocks of 16 tokens in a
+# line: channels of a warp, warps, programs per multiprocessor, stages of loads in flight. Measured on an H200, but not
+# for 1 block.
+PRODUCT = {"16": {1: (4, 8, 2, 3), 2: (4, 8, 2, 3), 4: (4, 8, 1, 2), 8: (2, 8, 1, 1)}}
+PRODUCT["mixed"] = {**PRODUCT["16"], 8: (1, 8, 2, 2)}
+PRODUCT["32"] = {1: (4, 4, 2, 1), 2: (2, 8, 1, 1), 4: (2, 4, 2, 1)}
+CORRELATE = {"16": {1: (8, 4, 2, 1), 2: (8, 4, 2, 1), 4: (4, 4, 2, 2), 8: (2, 4, 2, 2)}}
+CORRELATE["mixed"] = {**CORRELATE["16"], 8: (1, 4, 3, 2)}
+CORRELATE["32"] = {1: (4, 4, 2, 1), 2: (2, 4, 2, 2), 4: (1, 4, 3, 2)}
 INTS = ["span", "flip", *axis_lines.INTS]
 
 
@@ -240,11 +242,12 @@ def _longest(products: torch.dtype) -> int:
 
 
 def _launch(
-    x: Tensor, lines: Lines, products: torch.dtype, width: int, plan: tuple[int, int, int, int]
+    x: Tensor, lines: Lines, products: torch.dtype, width: int, plans: dict[str, dict[int, tuple[int, int, int, int]]]
 ) -> tuple[int, int, dict[str, Any]]:
     """Return, for programs that take `width` tiles at a time, how many share a block of channels,
     how many there are, and their constants. (The interpreter cannot multiply bfloat16.)"""
-    vec, warps, each, stages = plan
+    types = "32" if products.itemsize == 4 else "mixed" if x.dtype == torch.float32 else "16"
+    vec, warps, each, stages = plans[types][lines.blocks]
     dim = x.shape[-1]
     unit = next(u for u in (8, 4, 2, 1) if dim % u == 0)
     channels = cdiv(dim, vec * warps)
@@ -270,9 +273,9 @@ def _launch(
 def _product_plan(
     x: Tensor, masked: bool, residual: bool, flip: bool, parts: list[Lines], span: int, products: torch.dtype
 ) -> list[Launch]:
-    plans, launches = PRODUCT if products.itemsize == 2 else PRODUCT_FULL, []
+    launches = []
     for lines in parts:
-        _, programs, constants = _launch(x, lines, products, 8, plans[lines.blocks])
+        _, programs, constants = _launch(x, lines, products, 8, PRODUCT)
         constants |= {"ADD": lines.axis > 0, "RESIDUAL": residual and lines.axis == 0, "flip": -1 if flip else 1}
         constants |= {"MASK_IN": masked and not flip, "MASK_OUT": masked and flip, "span": span}
         launches.append(Launch(_product_kernel, (programs,), **constants))
@@ -352,9 +355,9 @@ def _correlate_plan(
     x: Tensor, masked: bool, ways: list[int], parts: list[Lines], products: torch.dtype
 ) -> list[tuple[int, Launch]]:
     """Return the number of splits and the launch for each part of the lines."""
-    plans, launches = CORRELATE if products.itemsize == 2 else CORRELATE_FULL, []
+    launches = []
     for lines in parts:
-        splits, programs, constants = _launch(x, lines, products, 16, plans[lines.blocks])
+        splits, programs, constants = _launch(x, lines, products, 16, CORRELATE)
         launch = Launch(_correlate_kernel, (programs,), WAYS=ways[lines.axis], MASK=masked, **constants)
         launches.append((splits, launch))
     return launches

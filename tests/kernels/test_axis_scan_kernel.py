@@ -248,7 +248,7 @@ def test_larger(grid, dim, states, ways, dtype, masked, stream):
 @pytest.mark.parametrize("batch, wide", [(2**17 - 1, False), (2**17, True)])
 def test_addresses_of_two_to_the_31_numbers_have_64_bits(batch, wide):
     x = torch.empty(batch, 128, 128, dtype=BRAIN, device="meta")
-    assert kernels._launch(x, Lines(0, 8, 1), BRAIN, 8, (8, 4, 1, 1))[2]["LONG"] == wide
+    assert kernels._launch(x, Lines(0, 8, 1), BRAIN, 8, kernels.PRODUCT)[2]["LONG"] == wide
 
 
 @pytest.mark.gpu
