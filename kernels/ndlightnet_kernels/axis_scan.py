@@ -29,8 +29,8 @@ from ndlightnet_kernels.tiles import cdiv, processors
 
 LONGEST = 128  # tokens of the longest line that is one dense product, in 16 bits; half as many in float32
 # Plans for 16-bit products of 16-bit tokens and of float32 ones, and for float32 products, by blocks of 16 tokens in a
-# line: channels of a warp, warps, programs per multiprocessor, stages of loads in flight. Measured on an H200, but for 1
-# block.
+# line: channels of a warp, warps, programs per multiprocessor, stages of loads in flight. Measured on an H200, but not
+# for 1 block.
 PRODUCT = {"16": {1: (4, 8, 2, 3), 2: (4, 8, 2, 3), 4: (4, 8, 1, 2), 8: (2, 8, 1, 1)}}
 PRODUCT["mixed"] = {**PRODUCT["16"], 8: (1, 8, 2, 2)}
 PRODUCT["32"] = {1: (4, 4, 2, 1), 2: (2, 8, 1, 1), 4: (2, 4, 2, 1)}
