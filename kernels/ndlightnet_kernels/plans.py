@@ -39,10 +39,10 @@ class Plan(NamedTuple):
 # of 12 x 64, 115200 tokens of 24 x 128). With rotary a key column is a pair of channels.
 PLANS = {
     ("summarize", "none"): (Plan(64, 64, 3, 4, 3, 168), Plan(64, 64, 3, 8, 2)),
-    ("summarize", "cosine"): (Plan(32, 64, 3, 4, 3, 168), Plan(64, 128, 3, 8, 1)),
+    ("summarize", "cosine"): (Plan(64, 64, 3, 4, 3, 168), Plan(64, 128, 3, 8, 1)),
     ("summarize", "rotary"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 32, 3, 4, 2)),
     ("read", "none"): (Plan(64, 64, 3, 4, 8, 128), Plan(64, 64, 3, 4, 4, 128)),
-    ("read", "cosine"): (Plan(64, 64, 3, 4, 3, 168), Plan(64, 128, 2, 8, 2, 128)),
+    ("read", "cosine"): (Plan(64, 64, 3, 4, 4, 128), Plan(64, 128, 2, 8, 2, 128)),
     ("read", "rotary"): (Plan(64, 64, 3, 4, 4, 128), Plan(64, 128, 3, 4, 2)),
     ("read_backward", "none"): (Plan(64, 32, 3, 4, 4, 128), Plan(64, 64, 2, 8, 2, 128)),
     ("read_backward", "cosine"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 32, 3, 4, 2)),
