@@ -19,7 +19,8 @@ from ndlightnet_kernels.tiles import cdiv, power_of_2, silu
 
 # Elements of a program's tile and its warps; for the backward also programs (a constant, so that the result has the
 # same bits on every card) and load stages. Measured on an H200 at 32,768 and 65,536 rows of 384 and 768.
-NARROW, WIDE, BACKWARD = (1024, 2), (2048, 4), (1024, 4, 528, 3)
+NARROW, WIDE = (1024, 2), (2048, 4)  # up to 512 channels, and more
+BACKWARD, WIDE_BACKWARD = (1024, 2, 528, 3), (1024, 4, 528, 3)
 
 
 def _tile(dim: int, elements: int, warps: int) -> tuple[int, int, int]:
@@ -155,8 +156,8 @@ def norm_gate(
 def backward_plan(kernel: Any, y: Tensor) -> tuple[Launch, Launch, int]:
     """Return the launches of a kernel that leaves sums over rows of each program, and of the sum of these, and the
     number of programs."""
-    elements, warps, programs, stages = BACKWARD
     dim = y.shape[-1]
+    elements, warps, programs, stages = BACKWARD if dim <= 512 else WIDE_BACKWARD
     rows, (height, block, warps) = y.numel() // dim, _tile(dim, elements, warps)
     programs = min(programs, cdiv(rows, height))
     sizes = {"rows": rows, "DIM": dim, "ROWS": height, "BLOCK": block, "STAGES": stages}

@@ -57,7 +57,7 @@ def attention_layer(
         pack = layout if isinstance(layout, Ragged) else None
         position = global_position(q, k, v, mask, position, pack)
         where = _triton.of_layout(position, pack, k, dim // heads)
-        at = local.where(layout, offsets, x.device) if taps is not None else local.NOWHERE
+        at = local.where(layout, tuple(map(tuple, offsets)), x.device) if taps is not None else local.NOWHERE
         dtype = product_dtype(x)
         taps = None if taps is None else taps.to(accumulator(x))
         maps = up.to(dtype), proj.to(dtype)
