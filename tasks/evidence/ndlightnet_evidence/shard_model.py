@@ -4,7 +4,8 @@ A slab's process sends, in a step forward and backward, for each sample:
   attention     in each layer its States to all others, twice
   local mixing  in each layer its first and last planes to its neighbours, twice
   MD-TPE        all its tokens, but for its own share of the channels, four times
-and for all samples its gradients, once (a ring all-reduce: twice their bytes).
+and for all samples its gradients, once (a ring all-reduce: twice their bytes). Its layers are no single operators, as
+on one GPU: gradients of queries, keys, values and gates are joined, and those of values added.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-TOKEN = 641e-9  # seconds of a training step for each token on one GPU
-# Bytes a second that a GPU sends within a host, as NCCL's kernels did between two H200s, and to other hosts; and of
-# copies before and after, fitted to what a step took there beyond a GPU's own work (16.4 ms for four samples, strong
-# scaling 10.1, one sample 5.5; of the model: 16.5, 10.7, 5.5), where MD-TPE sent half as many bytes again. FAR, HOST
-# and the seconds of a message are assumed.
-NEAR, FAR, COPIES = 160e9, 50e9, 300e9
+# Seconds of a training step for each token on one GPU, and of joined gradients on several: by the kernels on an H200
+TOKEN, JOINED = 466e-9, 23e-9
+# Bytes a second that a GPU sends within a host, as NCCL's kernels did between two and four H200s, and to other hosts;
+# of copies before and after, and the seconds of a message, fitted to what a step took there beyond a GPU's own work
+# (two GPUs 19.5 ms, strong scaling 10.8, four GPUs 23.1; of the model: 19.3, 11.4, 22.9). FAR, FAR_LATENCY and HOST
+# are assumed.
+NEAR, FAR, COPIES = 300e9, 50e9, 730e9
 HOST = 8  # GPUs
-LATENCY, FAR_LATENCY = 20e-6, 40e-6
+LATENCY, FAR_LATENCY = 30e-6, 40e-6
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def step(net: Network, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dic
     speed, latency = (FAR, FAR_LATENCY) if slabs > HOST else (NEAR, LATENCY)
     # neighbours are on one host but for two; halo and States of a layer, both ways; MD-TPE
     messages = 4 * net.depth + 4 + 1 if slabs > 1 else 0
-    exchange = sum(sent(net, grid, slabs, batch).values()) * (1 / speed + 1 / COPIES) + messages * latency
+    joined = JOINED * batch * math.prod(grid) / slabs if slabs > 1 else 0
+    exchange = sum(sent(net, grid, slabs, batch).values()) * (1 / speed + 1 / COPIES) + messages * latency + joined
     return {"seconds": compute + exchange, "compute": compute, "exchange": exchange}
 
 
