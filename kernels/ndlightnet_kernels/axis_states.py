@@ -420,12 +420,17 @@ def _run(x: Tensor, lines: Lines, states: States) -> int:
     """Return the tiles of a run: a line's, or fewer where programs, which take whole runs, would not share the tiles
     evenly."""
     programs = max(1, PROGRAMS * processors(x) * NUMBERS // (x.shape[-1] * len(states.rates)))
-    number = hint(lines.lines)
-    for runs in range(1, lines.tiles):
-        run = cdiv(lines.tiles, runs)
-        if cdiv(number * cdiv(lines.tiles, run), programs) * run * programs <= 1.1 * number * lines.tiles:
-            return run
-    return 1
+    number, tiles = hint(lines.lines), lines.tiles
+
+    def make() -> int:
+        for runs in range(1, tiles):
+            run = cdiv(tiles, runs)
+            if cdiv(number * cdiv(tiles, run), programs) * run * programs <= 1.1 * number * tiles:
+                return run
+        return 1
+
+    # of thousands of tiles the search takes milliseconds
+    return remembered(("run", programs, number, tiles), make)
 
 
 def entering(

@@ -230,7 +230,23 @@ def test_a_dtype_is_that_of_the_sums(impl):
     exactly = scan(low, products=torch.float32, dtype=torch.float32, residual=True)
     assert torch.equal(exactly, scan(low.float(), residual=True))
     for dtype in (torch.bfloat16, torch.float16):  # also where x has more digits, or other ones
-        assert scan(x, dtype=dtype, residual=True).dtype == scan(low, dtype=dtype, residual=True).dtype == dtype
+        for residual in (True, False):
+            assert all(scan(tokens, dtype=dtype, residual=residual).dtype == dtype for tokens in (x, low))
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_a_sum_over_axes_is_in_the_dtype_of_the_result(impl):
+    """Only the sum along an axis is rounded to the products' dtype."""
+    x, ways = torch.randn(2, 4, 6, 3), [[w.float() for w in weights((4, 6))] for _ in range(2)]
+
+    def scan(*axes):
+        keep = torch.tensor([axis in axes for axis in range(2)])[:, None, None]
+        (coef, decay), (rcoef, rdecay) = ways
+        reverse = rcoef * keep, rdecay
+        return axis_scan(x, coef * keep, decay, reverse, products=torch.bfloat16, dtype=torch.float32, impl=impl)
+
+    assert torch.equal(scan(0, 1), scan(0) + scan(1))
+    assert not torch.equal(scan(0, 1), scan(0, 1).bfloat16().float())
 
 
 def test_boxes_of_samples_exchange_nothing_and_are_rounded_like_samples():
