@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.layout import Grid, Ragged
+from ndlightnet.layout import Boxes, Grid, Ragged
 from ndlightnet.ops import Position, attention_layer, dense, global_attention, local_mixing, norm_gate, star
+from ndlightnet.ops.lightnet import _triton
+from ndlightnet.ops.lightnet import layer as layers
+from ndlightnet.ops.local_mixing import _triton as local
 from ndlightnet_kernels.tiles import dense_empty
 
 from .kernel_cases import BRAIN, DEVICE, DTYPES
@@ -102,6 +105,68 @@ def test_taps_of_several_passes():
 def test_whole_vectors():
     """All strides are multiples of 8 numbers."""
     check(Grid((70,)), BRAIN, offsets=star(1, 1), rank=8, dim=32, out=16, kind=None)
+
+
+CLOSE = {"atol": 2e-5, "rtol": 2e-5}  # roundings of 6e-8 that a few hundred operations grow
+
+
+def both(layout, change=lambda x: x, dtype=torch.float32, **sizes):
+    """Compare results with those of contiguous tokens, operator after operator."""
+    taps = star(3, 1)
+    inputs, pull = random(layout, offsets=taps, **sizes)
+    found = []
+    for run, form in ((attention_layer, change), (apart, torch.Tensor.contiguous)):
+        leaves = [z.detach().to(dtype).requires_grad_() for z in inputs]
+        x, weight, bias, up, proj, theta, w = leaves
+        options = {"layout": layout, "mask": None, "position": Position(theta, layout, "cosine"), "impl": "triton"}
+        out = run(form(x), HEADS, weight, bias, EPS, up, proj, w, taps, **options)
+        found.append([out.detach(), *grad(out, leaves, pull.to(dtype))])
+    return found
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0)], ids=str)
+def test_tokens_of_any_strides(order):
+    """The gradient is written as rows all the same."""
+    for a, b in zip(*both(GRID, lambda x: x.permute(order).contiguous().permute(order)), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+def test_no_samples_and_no_tokens():
+    for layout, batch in ((GRID, 0), (Grid((0, 3, 4)), 2)):
+        for a, b in zip(*both(layout, batch=batch), strict=True):
+            torch.testing.assert_close(a, b, atol=0, rtol=0)
+
+
+def test_boxes_of_a_sample_share_a_state():
+    layout = Boxes((2, 3, 4), count=2)
+    for a, b in zip(*both(layout, batch=2), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+def test_parameters_of_16_bits():
+    """Taps too: sums are of both forms' own order, of values that both round to 8 bits."""
+    for a, b in zip(*both(GRID, dtype=BRAIN), strict=True):
+        assert a.dtype == b.dtype == BRAIN
+        assert (a - b).abs().max() <= 2**-5 * b.abs().max()
+
+
+def test_taps_that_do_not_fit():
+    """A kernel would read beyond them."""
+    (x, weight, bias, up, proj, _, taps), _ = random(GRID, offsets=star(3, 1))
+    for wrong, offsets in ((taps[1:], star(3, 1)), (taps[:, 1:], star(3, 1)), (taps, star(2, 1))):
+        with pytest.raises(ValueError, match="expected"):
+            attention_layer(x, HEADS, weight, bias, EPS, up, proj, wrong, offsets, layout=GRID, impl="triton")
+
+
+def test_what_aotinductor_compiles(monkeypatch):
+    """It has no kernel of local mixing."""
+    (x, *params, theta, taps), _ = random(GRID, offsets=star(3, 1))
+    places = *_triton.of_grid(Position(theta, GRID, "cosine")), *local.where(GRID, star(3, 1), x.device)
+    inputs = x, *params, taps, None, EPS, HEADS, *places
+    expected = layers._forward(*inputs)
+    monkeypatch.setattr("ndlightnet_kernels.local_mixing.mix", None)
+    for a, b in zip(layers._lowered(*inputs), expected, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
 
 
 def test_what_is_written_where():

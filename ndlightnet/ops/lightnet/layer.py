@@ -57,9 +57,11 @@ def attention_layer(
         pack = layout if isinstance(layout, Ragged) else None
         position = global_position(q, k, v, mask, position, pack)
         where = _triton.of_layout(position, pack, k, dim // heads)
-        at = local.where(layout, tuple(map(tuple, offsets)), x.device) if taps is not None else local.NOWHERE
+        at = local.NOWHERE
+        if taps is not None:
+            at = local.where(layout, api.check_taps(v.flatten(2), taps, offsets, mask, layout, True), x.device)
+            taps = taps.to(accumulator(x))
         dtype = product_dtype(x)
-        taps = None if taps is None else taps.to(accumulator(x))
         maps = up.to(dtype), proj.to(dtype)
         out: Tensor = _layer(x.to(dtype), weight, bias, *maps, taps, mask, eps, heads, *where, *at)[0]
         return out
@@ -100,13 +102,19 @@ def _forward(
     eps: float,
     heads: int,
     *places: Any,
+    mix: Any = local.forward,
 ) -> tuple[Tensor, ...]:
     q, k, v, gate = _pieces(x, heads, up.shape[1])
-    near = None if taps is None else local.forward(v.flatten(2), taps, mask, *places[FIELDS:])
+    near = None if taps is None else mix(v.flatten(2), taps, mask, *places[FIELDS:])
     y, *state = _triton._global(q, k, v, mask, *places[:FIELDS])
     y = y.flatten(2)
     out, mean, rstd = gate_forward(y, gate, weight, bias, near, up, proj, eps)
     return out, y, x.new_empty(0) if near is None else near, mean, rstd, *state
+
+
+def _lowered(*inputs: Any) -> tuple[Tensor, ...]:
+    """Local mixing is that which AOTInductor can compile."""
+    return _forward(*inputs, mix=local.lowered)
 
 
 def _fake(
@@ -144,7 +152,7 @@ def _backward(
     from ndlightnet_kernels import attention_backward as kernels
 
     position, at, rank = FlatPosition(*places[:FIELDS]), places[FIELDS:], up.shape[1]
-    dx = torch.empty_like(x)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)  # kernels write rows of it
     (q, k, v, gate), (dq, dk, dv, dgate) = _pieces(x, heads, rank), _pieces(dx, heads, rank)
     beside = None if taps is None else near
     grads: Any = gate_backward(dout, y, gate, weight, bias, beside, up, proj, mean, rstd, needs_proj, dgate)
@@ -177,5 +185,6 @@ _layer = Operator(
         "Tensor dtaps, Tensor dtheta)",
         _backward,
     ),
+    lowered=_lowered,
     flops=_flops,
 )

@@ -61,7 +61,7 @@ def forward(x: Tensor, weight: Tensor, mask: Tensor | None, *where: Any) -> Tens
     return kernels.mix(x, weight, mask, at.shape, at.table, at.box, _offsets(at.offsets, len(at.shape)))
 
 
-def _lowered(x: Tensor, weight: Tensor, mask: Tensor | None, *where: Any) -> Tensor:
+def lowered(x: Tensor, weight: Tensor, mask: Tensor | None, *where: Any) -> Tensor:
     """The torch form, as AOTInductor cannot write down a plan of lines, a constant of the kernel,
     and fuses these sums itself."""
     at = Where(*where)
@@ -102,7 +102,7 @@ mix = Operator(
         "-> (Tensor dx, Tensor dweight)",
         backward,
     ),
-    lowered=_lowered,
+    lowered=lowered,
     flops=flops,
     implementations=("torch", "triton", "reference"),
     limits=_limits,

@@ -37,7 +37,7 @@ def local_mixing(
     """
     check_floats(x=x, weight=weight)
     grid = Grid.of(x) if layout is None else layout
-    taps = _check(x, weight, offsets, mask, grid, layout is not None)
+    taps = check_taps(x, weight, offsets, mask, grid, layout is not None)
     if layout is None:
         mask = grid.flatten_mask(mask)
         flat = local_mixing(grid.flatten(x), weight, taps, layout=grid, mask=mask, impl=impl)
@@ -153,9 +153,10 @@ def local_mixing_step(
     return u[:, back * tokens :], frames[:, frames.shape[1] - back :].to(state.dtype)
 
 
-def _check(
+def check_taps(
     x: Tensor, weight: Tensor, offsets: Sequence[Sequence[int]], mask: Tensor | None, grid: Layout, flat: bool
 ) -> tuple[tuple[int, ...], ...]:
+    """Check the inputs of local mixing, and return the offsets as tuples. flat: tokens are (batch, length, dim)."""
     taps = tuple(tuple(offset) for offset in offsets)
     if not taps or any(len(o) != grid.ndim for o in taps) or len(set(taps)) < len(taps):
         raise ValueError(f"offsets={offsets}: expected one or more, each of {grid.ndim} ints, and none twice")
