@@ -344,9 +344,10 @@ def test_an_exchange_is_awaited_when_its_result_is_needed():
             order.append("begin")
             return x, lambda: order.append("wait") or received()
 
-        def merge(self, state: Any) -> Any:
-            order.append("merge")
-            return super().merge(state)
+        def _begin_gather(self, x: Tensor) -> Any:
+            received = super()._begin_gather(x)
+            order.append("send")
+            return lambda: order.append("read") or received()
 
     mixer = LightNetAttention(8, heads=2, dims=2).double()
 
@@ -355,4 +356,4 @@ def test_an_exchange_is_awaited_when_its_result_is_needed():
         mixer(torch.randn(1, 6, 8, dtype=torch.float64), layout=layout)
 
     on_threads(1, run)
-    assert order == ["begin", "merge", "wait"]
+    assert order == ["begin", "send", "wait", "read"]
