@@ -18,6 +18,7 @@ from ndlightnet.nn.mixers import GLA, LightNetAttention
 from ndlightnet.ops import Position, axis_causal_attention, axis_scan, global_attention
 from ndlightnet.ops.local_mixing import dense, local_mixing, star
 from ndlightnet.parallel import Slab, SlabPack
+from ndlightnet.parallel import slab as slabs
 
 from .arrangements import BOXES, GRIDS, PACKS, PACKS_OF_SLABS, SLABS, Arrangement
 from .slab_threads import on_threads
@@ -284,18 +285,42 @@ SENT = {  # by the first of two slabs of 3 and 2 planes of 4 cells: collectives,
 
 @pytest.mark.parametrize("name", SENT)
 def test_what_slabs_send(name):
-    slabs, operation = SLABS[1], OPERATIONS[name]
-    samples, weights = draw(operation, slabs.shapes)
+    arrangement, operation = SLABS[1], OPERATIONS[name]
+    samples, weights = draw(operation, arrangement.shapes)
     sent = []
 
     def run(layout: Any, rank: int) -> None:
-        x = {key: slabs.rows(each, rank) for key, each in samples.items()}
+        x = {key: arrangement.rows(each, rank) for key, each in samples.items()}
         operation.run(layout, x, None, weights)
-        sent.append((rank, layout.exchange.calls, layout.exchange.numbers / len(slabs.shapes)))
+        sent.append((rank, layout.exchange.calls, layout.exchange.numbers / len(arrangement.shapes)))
 
-    slabs.run(run)
+    arrangement.run(run)
     assert sorted(sent)[0][1:] == SENT[name]
     assert len({calls for _, calls, _ in sent}) == 1
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("arrangement", [*SLABS, *PACKS_OF_SLABS], ids=lambda one: one.name)
+def test_lines_may_be_exchanged_sample_by_sample(arrangement, masked, monkeypatch):
+    monkeypatch.setattr(slabs, "PART", 1)
+    check(OPERATIONS["scan, both ways"], arrangement, masked)
+
+
+def test_slabs_add_a_scan_to_16_bit_tokens_in_the_dtype_of_the_result():
+    """As the whole does: both round the scan itself, by itself, and nothing else."""
+    arrangement = SLABS[0]
+    samples = {"x": [torch.randn(*shape, DIM).bfloat16() for shape in arrangement.shapes]}
+    weights = {"coef": torch.randn(1, DIM, 3), "decay": torch.randn(1, 3)}
+
+    def run(layout: Layout, x: dict[str, Tensor], mask: None, weights: Weights) -> Tensor:
+        options: Any = {"residual": True, "dtype": torch.float32, "impl": "torch"}
+        return axis_scan(x["x"], weights["coef"], -weights["decay"].exp(), layout=layout, **options)
+
+    operation = Operation(run, {"x": (DIM,)}, (), scans)
+    actual = torch.stack(apply(operation, arrangement, samples, None, weights))
+    expected = torch.stack(alone(operation, arrangement.shapes, samples, None, weights))
+    # the scans are equal but for float32's sums, which may be rounded to a neighbour among 16-bit numbers
+    assert actual.dtype == torch.float32 and (actual != expected).float().mean() < 0.1
 
 
 def test_a_pack_of_slabs_is_refused_by_its_name_and_has_means_without_tokens():
@@ -319,9 +344,10 @@ def test_an_exchange_is_awaited_when_its_result_is_needed():
             order.append("begin")
             return x, lambda: order.append("wait") or received()
 
-        def merge(self, state: Any) -> Any:
-            order.append("merge")
-            return super().merge(state)
+        def _begin_gather(self, x: Tensor) -> Any:
+            received = super()._begin_gather(x)
+            order.append("send")
+            return lambda: order.append("read") or received()
 
     mixer = LightNetAttention(8, heads=2, dims=2).double()
 
@@ -330,4 +356,4 @@ def test_an_exchange_is_awaited_when_its_result_is_needed():
         mixer(torch.randn(1, 6, 8, dtype=torch.float64), layout=layout)
 
     on_threads(1, run)
-    assert order == ["begin", "merge", "wait"]
+    assert order == ["begin", "send", "wait", "read"]

@@ -34,7 +34,6 @@ from .rare import anomaly, empty_batch, out_of_memory, refused, sequences, twice
 from .sharded_networks import CASES, FLOAT32, Case, error_of, gradient_error, gradients, slab
 
 TIMEOUT = 20  # seconds
-slabs.PART = 1  # each sample is an exchange of its own
 
 
 def against_whole(
@@ -321,6 +320,7 @@ SESSIONS = {
 def run_rank(folder: Path, rank: int, count: int, jobs: Any, backend: str = "gloo", timeout: int = 2 * SECONDS) -> None:
     """Do jobs as one of `count` processes."""
     torch.set_num_threads(1)
+    slabs.PART = 1  # each sample is an exchange of its own; of this process, tests import this module
     dist.init_process_group(
         backend,
         init_method=f"file://{folder}/store",

@@ -68,7 +68,8 @@ def axis_scan(
     if not cut:
         return grid.map_channels(scan, x, mask)
     y = grid.map_channels(scan, x.to(products), mask)
-    return ((x + y) if residual else y).to(dtype)
+    # a sum of two 16-bit tensors would be rounded before it is cast to a wider dtype
+    return ((x.to(torch.promote_types(x.dtype, dtype)) + y) if residual else y).to(dtype)
 
 
 def _check_weights(
