@@ -90,6 +90,8 @@ def test_no_state_is_made_where_none_is_asked_for():
     for window in (None, 3):
         out, state = axis_causal_attention(*inputs, 24, window=window, return_state=False)
         assert state is None and out.shape == inputs[2].shape
+        nothing = [x[:, :0] for x in inputs]
+        assert axis_causal_attention(*nothing, 0, window=window, return_state=False)[1] is None
 
 
 def test_nothing_later_and_nothing_too_old_has_a_gradient():

@@ -211,7 +211,7 @@ def axis_causal_attention(
             state = _empty(k, v, position)
             if window is not None:
                 state = _with_empty_before(State(*(x[:, None][:, :0] for x in state)), window - 1)
-        return empty_result(v.to(q.dtype), q, k, _theta(position)), state
+        return empty_result(v.to(q.dtype), q, k, _theta(position)), state if return_state else None
     if frames < 1 or k.shape[1] % frames:
         raise ValueError(f"frames={frames}: expected a divisor of the length, {k.shape[1]}")
     if position is not None and (shape_of(position)[0] != frames or position.prefix):
