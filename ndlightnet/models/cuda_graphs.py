@@ -60,8 +60,11 @@ class Replay:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Call the function on inputs; of fewer samples, the rest are those of the call before."""
+        for i, (fixed, x) in enumerate(zip(self.inputs, inputs, strict=True)):
+            if x.ndim != fixed.ndim or x.shape[1:] != fixed.shape[1:] or x.shape[:1] > fixed.shape[:1]:
+                raise ValueError(f"inputs[{i}] {tuple(x.shape)}: expected {tuple(fixed.shape)}, or fewer samples")
         for fixed, x in zip(self.inputs, inputs, strict=True):
-            fixed[: len(x)].copy_(x)
+            (fixed[: len(x)] if x.ndim else fixed).copy_(x)
         return self.again()
 
     def again(self) -> Tensor:

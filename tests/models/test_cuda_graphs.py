@@ -13,6 +13,14 @@ def test_a_replay_takes_shorter_inputs():
     assert torch.equal(replay(torch.ones(3, 2))[:3], torch.full((3, 2), 2.0))
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (4, 1), (5, 2), (4, 2, 1)])
+def test_inputs_of_a_replay_have_the_shapes_of_the_first(shape):
+    replay = Replay(lambda x, rate: rate * x, torch.zeros(4, 2), torch.tensor(1.0))
+    assert replay(torch.ones(3, 2), torch.tensor(2.0))[:3].eq(2).all()
+    with pytest.raises(ValueError, match=r"inputs\[0\] .*expected \(4, 2\), or fewer samples"):
+        replay(torch.zeros(shape), torch.tensor(2.0))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_an_old_graph_is_not_freed_during_a_capture():
