@@ -28,8 +28,11 @@ def calls(name, b, n):
     memory = draw(b, HEADS, DIM, DIM)
     weight, bias = draw(DIM), draw(DIM)
     taps = draw(3, DIM)
+    wide = HEADS * DIM
+    layer = draw(b, n, 3 * wide + 2), HEADS, draw(wide), draw(wide), 1e-6, draw(wide, 2), draw(wide, wide)
     known = {
         "add_norm": ((x, draw(b, n, DIM), weight, bias), {}),
+        "attention_layer": ((*layer, draw(3, wide), ops.star(1, 1)), {"layout": Grid((n,)), "position": place}),
         "attention_step": ((*one, plain), {}),
         "axis_causal_attention": ((q, k, v, n // 2), {"position": frames, "state": state, "forget": 0.1}),
         "axis_scan": ((x, coef, decay, (draw(1, DIM, 3), draw(1, 3))), {"residual": True}),
