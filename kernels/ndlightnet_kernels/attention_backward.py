@@ -190,7 +190,7 @@ def _grads(top, dtotal, dmemory, bh, kc, vc, DIM, VDIM, KIND, OPERAND):
 @triton.jit
 def _key_block(k_rows, mask, dk_rows, dtheta, y, dy, grads, freqs, tokens, tile, kc, ANGLES, PRODUCT):
     """Store dk of some channels of a tile of tokens; return dy plus what these add to it. tokens: their indices, which
-    are no padding, which are before the end, the end; size: length, heads, channels of dk."""
+    are no padding, which are before the end, the end."""
     KIND: tl.constexpr = ANGLES[0]
     SLOTS: tl.constexpr = ANGLES[2]
     OPERAND: tl.constexpr = tl.bfloat16 if PRODUCT[0] else tl.float32
@@ -299,7 +299,7 @@ def _summarize_backward(
     grads = _grads(top, dtotal, dmemory, state, kc, vc, DIM, VDIM, KIND, OPERAND)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
-        tile = bh * tiles + slot * (span // BL) + (first - begin) // BL
+        tile = bh * tiles + slot * tl.cdiv(span, BL) + (first - begin) // BL
         inside = t < end
         valid = valid_tokens(mask, b, t, end, length)
         tokens = (t, valid, inside, end)
