@@ -25,10 +25,9 @@ from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.position import MDTPE
-from ndlightnet.nn.projections import fuses, hooked, residual_norm
+from ndlightnet.nn.projections import exact_norm, fuses, hooked
 from ndlightnet.nn.stem import ConvStem
 from ndlightnet.ops.dtypes import check_not_wider, check_tensors
-from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.parallel import (
     Exchange,
     Shard,
@@ -268,14 +267,7 @@ class NDLightNet(Pretrained, Large):
                 tokens = tokens if branch is None else tokens + branch
                 tokens, branch = self._through(block, tokens, token_mask, layout), None
         tokens = tokens if branch is None else tokens + branch
-        return shaped(self._last_norm(tokens), layout, "NHWC")
-
-    def _last_norm(self, x: Tensor) -> Tensor:
-        """Return the norm of the last tokens, in the stream's precision also under autocast."""
-        if not fuses(x, self.norm):
-            return self.norm(x)
-        with exact(x):
-            return residual_norm(x, None, self.norm)[1]
+        return shaped(exact_norm(tokens, self.norm), layout, "NHWC")
 
     def _adds_later(self, block: Any, x: Tensor) -> bool:
         """Return whether the norm of the next block may add what a block adds to x: nobody else asks for the sum."""
@@ -417,12 +409,12 @@ class NDLightNet(Pretrained, Large):
         for i, block in enumerate(self.blocks):
             tokens = self._through(block, tokens, token_mask, layout)
             if i in taken:
-                maps.append(shaped(self._last_norm(tokens) if norm else tokens, layout, output_fmt))
+                maps.append(shaped(exact_norm(tokens, self.norm) if norm else tokens, layout, output_fmt))
             if stop_early and i == max(taken):
                 break
         if intermediates_only:
             return maps
-        return shaped(self._last_norm(tokens), layout, "NHWC"), maps
+        return shaped(exact_norm(tokens, self.norm), layout, "NHWC"), maps
 
     def get_intermediate_layers(
         self,
@@ -530,7 +522,7 @@ class NDLightNet(Pretrained, Large):
             return self._through(block, x, None, layout(exchange))
 
         def last(exchange: Exchange, x: Tensor) -> Tensor:
-            slab, x = layout(exchange), self._last_norm(x)
+            slab, x = layout(exchange), exact_norm(x, self.norm)
             return slab.unflatten(x) if self.per_token else slab.pool(x)
 
         tokens = sweeper.apply(embedded, volume)
@@ -579,7 +571,7 @@ class NDLightNet(Pretrained, Large):
         for block, memory in zip(self.blocks, state.layers, strict=True):
             x, memory = block.advance(x, memory, state.frames, layout)
             layers.append(memory)
-        x = self._last_norm(x)
+        x = exact_norm(x, self.norm)
         total = state.total + layout.total(layout.sums(x.flatten(1, -2).to(state.total.dtype)))
         tokens, frames = state.tokens + layout.whole.length, state.frames + x.shape[1]
         return x, state._replace(frames=frames, tpe=tpe, layers=tuple(layers), total=total, tokens=tokens)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.layout.abstract import exporting
 from ndlightnet.ops import add_norm
+from ndlightnet.ops.recurrence.chunks import exact
 
 
 def project(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
@@ -40,6 +41,15 @@ def residual_norm(x: Tensor, y: Tensor | None, norm: nn.Module) -> tuple[Tensor,
         return add_norm(x, y, *_parameters(norm))
     x = x if y is None else x + y
     return x, norm(x)
+
+
+def exact_norm(x: Tensor, norm: nn.Module) -> Tensor:
+    """Return the norm of x in the precision of x, also under autocast."""
+    if not fuses(x, norm):
+        out: Tensor = norm(x)
+        return out
+    with exact(x):
+        return residual_norm(x, None, norm)[1]
 
 
 def norm_linear(x: Tensor, y: Tensor | None, norm: nn.Module, *layers: nn.Linear) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,7 @@ from torch.nn.functional import cross_entropy
 
 from ndlightnet import NDLightNet, NDLightUNet, Replay, shard_grid
 from ndlightnet.inference import predict_labels
+from ndlightnet.training.peers import DynUNet, SwinUNETR
 from ndlightnet_evidence import gpu_processes, kernel_times, runner, shard_model, tables
 from ndlightnet_evidence.cuda_graphs import seconds
 from ndlightnet_evidence.tables import Run
@@ -44,20 +45,11 @@ SIDE = 32  # voxels: the sides of cubes are multiples of it
 LARGE, WINDOW = 512, 128  # voxels a side of the cube and of a window in `windows`
 SHAPE = (1024, 1024, 1024)  # of the volume of `out_of_core`
 autocast = partial(torch.autocast, "cuda", torch.bfloat16)
-
-
-def peer(name: str, *args: Any, **options: Any) -> nn.Module:
-    from ndlightnet.training import peers  # imports MONAI, for which each of `scaling`'s processes would wait
-
-    net: nn.Module = getattr(peers, name)(*args, **options)
-    return net
-
-
 NETS: dict[str, Callable[[], nn.Module]] = {
     "NDLightUNet M": lambda: NDLightUNet(3, 1, 3, size="M", strides=STRIDES),
     "NDLightUNet": lambda: NDLightUNet(3, 1, 3, strides=STRIDES),
-    "DynUNet": lambda: peer("DynUNet", 3, 1, 3, STRIDES, deep_supervision=False),
-    "SwinUNETR": lambda: peer("SwinUNETR", 3, 1, 3),
+    "DynUNet": lambda: DynUNet(3, 1, 3, STRIDES, deep_supervision=False),
+    "SwinUNETR": lambda: SwinUNETR(3, 1, 3),
 }
 
 

@@ -114,14 +114,14 @@ def both(layout, change=lambda x: x, dtype=torch.float32, **sizes):
     """Compare results with those of contiguous tokens, operator after operator."""
     taps = star(3, 1)
     inputs, pull = random(layout, offsets=taps, **sizes)
-    found = []
+    results = []
     for run, form in ((attention_layer, change), (apart, torch.Tensor.contiguous)):
         leaves = [z.detach().to(dtype).requires_grad_() for z in inputs]
         x, weight, bias, up, proj, theta, w = leaves
         options = {"layout": layout, "mask": None, "position": Position(theta, layout, "cosine"), "impl": "triton"}
         out = run(form(x), HEADS, weight, bias, EPS, up, proj, w, taps, **options)
-        found.append([out.detach(), *grad(out, leaves, pull.to(dtype))])
-    return found
+        results.append([out.detach(), *grad(out, leaves, pull.to(dtype))])
+    return results
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0)], ids=str)

@@ -15,7 +15,7 @@ from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.block import DropPath
 from ndlightnet.nn.convolutional import ConvBlock, NormSiLU
 from ndlightnet.nn.mixers import GLA, LightNetAttention
-from ndlightnet.ops import Position, axis_causal_attention, axis_scan, global_attention
+from ndlightnet.ops import Position, attention_layer, axis_causal_attention, axis_scan, global_attention
 from ndlightnet.ops.local_mixing import dense, local_mixing, star
 from ndlightnet.parallel import Slab, SlabPack
 from ndlightnet.parallel import slab as slabs
@@ -334,7 +334,8 @@ def test_a_pack_of_slabs_is_refused_by_its_name_and_has_means_without_tokens():
     on_threads(1, run)
 
 
-def test_an_exchange_is_awaited_when_its_result_is_needed():
+@pytest.mark.parametrize("joined", [False, True], ids=["layer", "operator"])
+def test_an_exchange_is_awaited_when_its_result_is_needed(joined):
     """Local mixing begun before an attention sends its planes before the attention's States."""
     order: list[str] = []
 
@@ -352,8 +353,14 @@ def test_an_exchange_is_awaited_when_its_result_is_needed():
     mixer = LightNetAttention(8, heads=2, dims=2).double()
 
     def run(exchange: Any) -> None:
-        layout = Noted((2, 3), axis=0, sizes=(2,), exchange=exchange)
-        mixer(torch.randn(1, 6, 8, dtype=torch.float64), layout=layout)
+        layout, x = Noted((2, 3), axis=0, sizes=(2,), exchange=exchange), torch.randn(1, 6, 8, dtype=torch.float64)
+        if not joined:  # as on a CPU
+            mixer(x, layout=layout)
+            return
+        (_, up), norm, maps = mixer.gate, mixer.norm, (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.gate[0])
+        weights = norm.weight, norm.bias, norm.eps, up.weight, mixer.o_proj.weight
+        taps = mixer.local_values.taps(layout, False)
+        attention_layer(torch.cat([m(x) for m in maps], -1), 2, *weights, *taps, layout=layout)
 
     on_threads(1, run)
     assert order == ["begin", "send", "wait", "read"]

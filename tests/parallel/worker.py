@@ -231,6 +231,7 @@ def counted() -> dict[str, Any]:
         return out, Watched(work)
 
     net = NDLightNet(3, 1, 5, patch_size=1, embed_dim=64, depth=3, tpe_states=8)
+    part, slabs.PART = slabs.PART, 2**24  # MD-TPE's samples at once: States and planes are what may be under way
     Processes.all_to_all_single = all_to_all_single  # type: ignore[method-assign]
     for name, cast in (("float32", False), ("bfloat16", True)):
         sent = 0
@@ -244,6 +245,7 @@ def counted() -> dict[str, Any]:
         assert under_way[-1] == under_way[forward - 1] == 0
         under_way[:] = [0]
     Processes.all_to_all_single = real  # type: ignore[method-assign]
+    slabs.PART = part
     return counts
 
 

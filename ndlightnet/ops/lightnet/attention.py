@@ -225,19 +225,12 @@ def global_position(
 
 
 def begin_global_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None = None,
-    position: Position | None = None,
-    layout: Layout | None = None,
-    impl: Impl = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *, layout: Layout | None, **options: Any
 ) -> Callable[[], Tensor]:
     """Return, when called, `global_attention`, where a slab already sends its State."""
     if layout is not None and layout.shared:
-        return _begin_merged(q, k, v, mask, position, layout, impl)
-    out = global_attention(q, k, v, mask=mask, position=position, layout=layout, impl=impl)
+        return _begin_merged(q, k, v, layout=layout, **options)
+    out = global_attention(q, k, v, layout=layout, **options)
     return lambda: out
 
 
