@@ -19,6 +19,7 @@ import torch
 import yaml
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ndlightnet.data.errors import DataError, atomic_write, one_line
 from ndlightnet.data.volume.datasets import read_dataset
@@ -221,7 +222,7 @@ def patch_of(
 
 def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
     """Estimate the bytes of one crop in a training step in bf16, without the weights: the tensors saved for
-    backward, counted on the CPU on a smaller crop, times OVERHEAD."""
+    backward, counted on a smaller crop of a CPU, times OVERHEAD."""
     most = (COUNTED_FRAMES, *COUNTED)[-len(patch) :]
     small = [min(pair) for pair in zip(patch, most, strict=True)]
     saved: dict[int, int] = {}
@@ -229,11 +230,12 @@ def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
     def keep(x: Tensor) -> Tensor:
         if not _of_weights(x):
             storage = x.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
+            saved[storage._cdata] = storage.nbytes()
         return x
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
-    with hooks, torch.autocast("cpu", torch.bfloat16):
+    # shapes alone: a CPU without bf16 units would take minutes for the values
+    with FakeTensorMode(allow_non_fake_inputs=True), hooks, torch.autocast("cpu", torch.bfloat16):
         outputs = net.train()(torch.zeros(1, channels, *small))  # held until all is counted
     total = sum(saved.values())
     del outputs
