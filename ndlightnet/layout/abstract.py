@@ -84,9 +84,11 @@ class Layout(ABC):
         """Return the sums over whole samples (samples, ...), from those of `sums`."""
         return sums
 
-    def halo(self, x: Tensor, dim: int, before: int, after: int) -> tuple[Tensor, Future]:
+    def halo(
+        self, x: Tensor, dim: int, before: int, after: int, channels: slice = slice(None)
+    ) -> tuple[Tensor, Future]:
         """Return x, and, when called, the `before` steps before it along its dimension `dim`, which
-        is `axis`, and the `after` steps behind it: none at the ends of a grid."""
+        is `axis`, and the `after` steps behind it, of some channels: none at the ends of a grid."""
         raise ValueError(f"{self}: expected a layout with an axis that is cut, nothing lies beyond its edges")
 
     def map_channels(

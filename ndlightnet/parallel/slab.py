@@ -157,9 +157,12 @@ class Slab(Grid):
         joined = [torch.cat(x, 1) for x in zip(*earlier, strict=True)]
         return kind(*(x[:, x.shape[1] - (window - 1) :] for x in joined))
 
-    def halo(self, x: Tensor, dim: int, before: int, after: int) -> tuple[Tensor, Future]:
+    def halo(
+        self, x: Tensor, dim: int, before: int, after: int, channels: slice = slice(None)
+    ) -> tuple[Tensor, Future]:
         """The x that is returned is for one operator, whose gradient is a new tensor: to that the
         gradients of what neighbours read are added."""
+        read = x[..., channels]
         starts, rank, slabs = self.starts, self.rank, range(len(self.sizes))
 
         def reach(reader: int, slab: int) -> int:
@@ -174,13 +177,13 @@ class Slab(Grid):
             return (x.shape[dim] - n if reader > rank else 0), n
 
         def shape(slab: int) -> Shape:
-            return (*x.shape[:dim], reach(rank, slab), *x.shape[dim + 1 :])
+            return (*x.shape[:dim], reach(rank, slab), *read.shape[dim + 1 :])
 
         spans = [span(i) for i in slabs]
         if torch.compiler.is_compiling():  # torch 2.11 loses what `_Edges` adds to a view of a gradient
-            edges = [x.narrow(dim, start, size) for start, size in spans]
+            edges = [read.narrow(dim, start, size) for start, size in spans]
         else:
-            x, *edges = _Edges.apply(x, dim, spans)  # type: ignore[no-untyped-call]
+            x, *edges = _Edges.apply(x, dim, spans, channels)  # type: ignore[no-untyped-call]
         received = self.exchange.all_to_all(edges, [shape(i) for i in slabs])
 
         def joined(planes: list[Tensor]) -> Tensor:
@@ -271,13 +274,13 @@ def carried_sizes(x: Tensor, axis: int) -> Shape | None:
 
 
 class _Edges(torch.autograd.Function):
-    """Return x and copies of spans of it along a dimension. Their gradients are added to that of x
+    """Return x and copies of spans of some channels of it along a dimension. Their gradients are added to that of x
     in its place: as slices they would each be a tensor of zeros of the size of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
-        ctx.dim, ctx.spans = dim, spans
-        edges = [x.narrow(dim, at, n) for at, n in spans]
+    def forward(ctx: Any, x: Tensor, dim: int, spans: Sequence[tuple[int, int]], channels: slice) -> tuple[Tensor, ...]:
+        ctx.dim, ctx.spans, ctx.channels = dim, spans, channels
+        edges = [x[..., channels].narrow(dim, at, n) for at, n in spans]
         copies = [x.new_empty(edge.shape) for edge in edges]
         for edge, place in zip(edges, copies, strict=True):
             copy(edge, place)
@@ -289,8 +292,8 @@ class _Edges(torch.autograd.Function):
             dx = dx.clone()
         for (at, n), edge in zip(ctx.spans, edges, strict=True):
             if n or torch.is_grad_enabled():  # all processes have the same exchanges
-                dx.narrow(ctx.dim, at, n).add_(edge)
-        return dx, None, None
+                dx[..., ctx.channels].narrow(ctx.dim, at, n).add_(edge)
+        return dx, None, None, None
 
 
 class _Add(torch.autograd.Function):

@@ -9,7 +9,9 @@ from ndlightnet.ops import Position, attention_layer, dense, global_attention, l
 from ndlightnet.ops.lightnet import _triton
 from ndlightnet.ops.lightnet import layer as layers
 from ndlightnet.ops.local_mixing import _triton as local
+from ndlightnet.parallel import Slab
 from ndlightnet_kernels.tiles import dense_empty
+from tests.layout.slab_threads import on_threads
 
 from .kernel_cases import BRAIN, DEVICE, DTYPES
 from .yardstick import compare_with_torch, largest
@@ -148,6 +150,44 @@ def test_parameters_of_16_bits():
     for a, b in zip(*both(GRID, dtype=BRAIN), strict=True):
         assert a.dtype == b.dtype == BRAIN
         assert (a - b).abs().max() <= 2**-5 * b.abs().max()
+
+
+@pytest.mark.parametrize(
+    "axis, sizes, kind, offsets",
+    [(0, (2, 1, 1), "cosine", star(3, 2)), (2, (1, 2), None, dense(3, 1)), (1, (1, 1), "rotary", ())],
+    ids=["star", "dense", "alone"],
+)
+def test_slabs_of_a_grid(axis, sizes, kind, offsets):
+    """On threads: outputs, and gradients of all slabs, are those of the whole. A slab's is one tensor, too."""
+    shape = tuple(sum(sizes) if i == axis else n for i, n in enumerate((2, 3, 2)))
+    whole = Grid(shape)
+    (x, *params, theta, taps), pull = random(whole, kind=kind, offsets=offsets)
+    leaves = [None if z is None else z.requires_grad_() for z in (x, *params, theta, taps)]
+    x, *params, theta, taps = leaves
+    learnt = [z for z in leaves if z is not None]
+
+    def layer(x, layout):
+        position = None if theta is None else Position(theta, layout, kind)
+        options = {"layout": layout, "position": position, "impl": "triton"}
+        return attention_layer(x, HEADS, *params[:2], EPS, *params[2:], taps, offsets, **options)
+
+    def slab(exchange):
+        rank = exchange.rank
+        part = whole.unflatten(x).split(sizes, 1 + axis)[rank]
+        layout = Slab(tuple(part.shape[1:-1]), axis=axis, sizes=sizes, exchange=exchange)
+        return layout.unflatten(layer(layout.flatten(part), layout))
+
+    expected = layer(x, whole)
+    actual = whole.flatten(torch.cat(on_threads(len(sizes), slab), 1 + axis))
+    torch.testing.assert_close(actual, expected, **CLOSE)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiled:
+        grads = grad(actual, learnt, pull)
+    for a, b in zip(grads, grad(expected, learnt, pull), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5 * b.abs().max().item())
+    lengths = [size * whole.length // sum(sizes) for size in sizes]
+    for event in profiled.events():
+        if event.name in ("aten::cat", "aten::add", "aten::add_"):
+            assert not any(f"[2, {length}, " in str(event.input_shapes) for length in lengths), event
 
 
 def test_taps_that_do_not_fit():

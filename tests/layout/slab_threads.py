@@ -44,7 +44,7 @@ class Threads(Exchange):
 
 
 def on_threads(count: int, function: Callable[[Threads], Any]) -> list[Any]:
-    """Return function(exchange) of so many threads; raise what one of them raises."""
+    """Return function(exchange) of so many threads, of which one runs at a time; raise what one of them raises."""
     sent: dict[tuple[int, int], Sequence[Tensor]] = {}
     changed = threading.Condition()
     results: list[Any] = [None] * count
@@ -52,7 +52,8 @@ def on_threads(count: int, function: Callable[[Threads], Any]) -> list[Any]:
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(Threads(rank, count, sent, changed))
+            with changed:  # one at a time, until it waits: Triton's interpreter is not for several
+                results[rank] = function(Threads(rank, count, sent, changed))
         except BaseException as error:
             errors.append(error)
 

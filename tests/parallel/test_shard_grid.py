@@ -70,7 +70,7 @@ def test_too_little_memory_is_reported_as_such(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="expected two GPUs")
 def test_the_kernels_of_two_gpus(tmp_path):
     for jobs in run(WORKER, tmp_path / "ranks", 2, "on_gpus"):
-        assert len(jobs["on_gpus"]) == 9
+        assert len(jobs["on_gpus"]) == 13
         for label, kinds in jobs["on_gpus"].items():
             # atomic sums, and cuDNN's choice of algorithms, differ from call to call
             assert max(kinds.values()) <= 1e-4, (label, kinds)
@@ -84,9 +84,9 @@ def test_steps_with_their_exchanges_from_a_cuda_graph(tmp_path):
             assert max(kinds.values()) <= 1e-4, (label, kinds)
 
 
-@pytest.mark.parametrize("rows, slabs, ms", [(64, 2, 19.3), (32, 2, 11.4), (128, 4, 22.9)])
+@pytest.mark.parametrize("rows, slabs, ms", [(64, 2, 7.3), (32, 2, 5.4), (128, 4, 10.8)])
 def test_what_an_exchange_takes_by_the_model_of_costs(rows, slabs, ms):
-    """Two GPUs took 19.5 and, strong scaling, 10.8 ms more than their share, four 23.1."""
+    """Two GPUs took 7.4 and, strong scaling, 4.8 ms more than their share, four 11.0, without joining gradients."""
     costs = shard_model.step(shard_model.Network(), (rows, 64, 64), slabs, batch=4)
     assert round(1e3 * costs["exchange"], 1) == ms
 

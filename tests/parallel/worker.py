@@ -113,7 +113,7 @@ def on_gpus() -> dict[str, Any]:
     """The kernels, against the kernels for the whole, in float32 without TF32."""
     torch.backends.cudnn.allow_tf32 = False
     errors = {}
-    for name in ("volume, masked", "video, causal", "U-Net M", "U-Net, series"):
+    for name in ("volume", "volume, rotary, no MD-TPE", "volume, masked", "video, causal", "U-Net M", "U-Net, series"):
         for axis in (0, 1):
             errors[f"{name}, axis {axis}"] = against_whole(CASES[name], axis, torch.float32, device="cuda")
     errors["U-Net M, grad_checkpointing"] = against_whole(CASES["U-Net M"], 0, torch.float32, True, device="cuda")

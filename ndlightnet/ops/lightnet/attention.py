@@ -43,7 +43,7 @@ from ndlightnet.ops.recurrence.chunks import exact
 __all__ = ["attention_step", "causal_attention", "global_attention", "merge", "read", "summarize"]
 
 
-def _check(k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, q: Tensor | None) -> None:
+def check_inputs(k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, q: Tensor | None) -> None:
     check_floats(k=k, v=v)
     if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
         raise ValueError(
@@ -123,7 +123,7 @@ def summarize(
     k: Tensor, v: Tensor, *, mask: Tensor | None = None, position: Position | None = None, impl: Impl = "auto"
 ) -> State:
     """Return the State of a source, in one pass. mask: (batch, length) bool, False = padding."""
-    _check(k, v, mask, position, None)
+    check_inputs(k, v, mask, position, None)
     chosen = resolve("summarize", impl, k, v, position=position)
     position = relative(position)
     if chosen == "triton":
@@ -218,7 +218,7 @@ def global_position(
     end, None: of rows that share a grid."""
     if pack is not None:
         position = packed_position(pack, k, position)
-    _check(k, v, mask, position, q)
+    check_inputs(k, v, mask, position, q)
     if position is not None and position.prefix == 0 and offset_of(position) is not None:
         position = position._replace(layout=shape_of(position), offset=None)  # only differences matter
     return position
@@ -246,7 +246,7 @@ def _begin_merged(
 
         mapped = map_attention(attend, layout, q, k, v, mask, position)
         return lambda: mapped
-    _check(k, v, mask, position, q)
+    check_inputs(k, v, mask, position, q)
     rows = k.shape[-1] * (1 if position is None else 2)
     if layout.count == 1 or impl in ("triton", "reference") or k.shape[1] >= rows:
         merged = layout.merge(summarize(k, v, mask=mask, position=position, impl=impl))
@@ -314,7 +314,7 @@ def causal_attention(
     With kind="rotary" the result is not a function of offsets, because the two channels of a pair
     decay differently: prefer "cosine" here.
     """
-    _check(k, v, mask, position, q)
+    check_inputs(k, v, mask, position, q)
     chosen = resolve("causal_attention", impl, k, v, position=position)
     if state is not None:
         _check_state(state, k, v, position)
@@ -411,7 +411,7 @@ def attention_step(
     `position` describes this one token: shape (1, ...), `offset` its coordinates.
     """
     q, k, v = q[:, None], k[:, None], v[:, None]
-    _check(k, v, None, position, q)
+    check_inputs(k, v, None, position, q)
     _check_state(state, k, v, position)
     chosen = resolve("attention_step", impl, k, v, q, *state, position=position)
     position = relative(position)

@@ -24,7 +24,6 @@ from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.lightnet import _triton, _triton_causal, parallel, reference
 from ndlightnet.ops.lightnet.attention import (
-    _check,
     _check_state,
     _empty,
     _factors,
@@ -33,6 +32,7 @@ from ndlightnet.ops.lightnet.attention import (
     _theta,
     alone,
     causal_attention,
+    check_inputs,
     check_rates,
     check_window,
     chunked,
@@ -190,7 +190,7 @@ def axis_causal_attention(
     frames, frame = grid.shapes[0][0], grid.frame()
     if grid.shared:
         options: Any = {"window": window, "forget": forget, "impl": impl}
-        _check(k, v, mask, position, q)
+        check_inputs(k, v, mask, position, q)
         check_decay(window, forget, k.shape[2])
         if position is not None:  # the gradient of theta counts from the first frame of the slab
             position = position._replace(layout=shape_of(position), offset=offset_of(position))
@@ -205,7 +205,7 @@ def axis_causal_attention(
         if not frame.shared:
             options |= {"state": state, "return_state": False}
             return axis_causal_attention(q, k, v, frames, mask=mask, position=position, **options)
-    _check(k, v, mask, position, q)
+    check_inputs(k, v, mask, position, q)
     if k.shape[1] == 0:  # no frames, or none with tokens
         if state is None:
             state = _empty(k, v, position)
@@ -391,7 +391,7 @@ def _ragged(tokens: Tokens, layout: Ragged, window: int | None, forget: float | 
     enough to have a State each; elsewhere the samples of one shape at a time."""
     q, k, v, mask, position = tokens
     position = packed_position(layout, k, position)
-    _check(k, v, mask, position, q)
+    check_inputs(k, v, mask, position, q)
     check_decay(window, forget, k.shape[2])
     chosen: Any = resolve("axis_causal_attention", impl, k, v, position=position)
     pairs = zip(layout.lengths, layout.shapes, strict=True)

@@ -8,19 +8,22 @@ that of the projection: as gradients of their own they would be added and copied
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_anomaly_enabled
 
 from ndlightnet.layout import Layout, Ragged
 from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, product_dtype
 from ndlightnet.ops.lightnet import _triton
-from ndlightnet.ops.lightnet.attention import begin_global_attention, global_position
+from ndlightnet.ops.lightnet.attention import begin_global_attention, check_inputs, global_position
+from ndlightnet.ops.lightnet.slab_layer import slab_layer
 from ndlightnet.ops.local_mixing import _triton as local
 from ndlightnet.ops.local_mixing import api
+from ndlightnet.ops.local_mixing.offsets import Offsets
 from ndlightnet.ops.norm_gate import backward as gate_backward
 from ndlightnet.ops.norm_gate import flops as gate_flops
 from ndlightnet.ops.norm_gate import forward as gate_forward
@@ -53,18 +56,27 @@ def attention_layer(
     dim, rank = up.shape
     *qkv, gate = x.split([dim, dim, dim, rank], -1)
     q, k, v = (y.unflatten(-1, (heads, dim // heads)) for y in qkv)
-    if _fuses(k, v, taps, layout, position, impl):
-        pack = layout if isinstance(layout, Ragged) else None
-        position = global_position(q, k, v, mask, position, pack)
-        where = _triton.of_layout(position, pack, k, dim // heads)
-        at = local.NOWHERE
-        if taps is not None:
-            at = local.where(layout, api.check_taps(v.flatten(2), taps, offsets, mask, layout, True), x.device)
-            taps = taps.to(accumulator(x))
+    if layout.joint and _on_kernels(k, v, taps, layout, position, impl):
         dtype = product_dtype(x)
-        maps = up.to(dtype), proj.to(dtype)
-        out: Tensor = _layer(x.to(dtype), weight, bias, *maps, taps, mask, eps, heads, *where, *at)[0]
-        return out
+        joint, maps = x.to(dtype), (up.to(dtype), proj.to(dtype))
+        steps: Offsets = ()
+        if taps is not None:
+            steps = api.check_taps(v.flatten(2), taps, offsets, mask, layout, True)
+        if not layout.shared:
+            pack = layout if isinstance(layout, Ragged) else None
+            position = global_position(q, k, v, mask, position, pack)
+            where = _triton.of_layout(position, pack, k, dim // heads)
+            at = local.NOWHERE
+            if taps is not None:
+                at = local.where(layout, steps, x.device)
+                taps = taps.to(accumulator(x))
+            out: Tensor = _layer(joint, weight, bias, *maps, taps, mask, eps, heads, *where, *at)[0]
+            return out
+        # gradients that are searched for NaN are complete; a graph that is compiled has no place to write
+        if layout.axis is not None and mask is None and not (torch.compiler.is_compiling() or is_anomaly_enabled()):
+            check_inputs(k, v, mask, position, q)
+            pieces = partial(_pieces, heads=heads, rank=rank)
+            return slab_layer(joint, pieces, weight, bias, eps, *maps, taps, steps, layout, position)
     near: Any = None
     if taps is not None:
         near = api.begin_local_mixing(v.flatten(2), taps, offsets, layout=layout, mask=mask, impl=impl)
@@ -73,10 +85,10 @@ def attention_layer(
     return norm_gate(attention().flatten(2), gate, weight, bias, eps, impl, beside, up, proj)
 
 
-def _fuses(k: Tensor, v: Tensor, taps: Tensor | None, layout: Layout, position: Position | None, impl: Impl) -> bool:
-    """Return whether all of a layer runs on kernels, with whole samples in its rows."""
-    if layout.shared or not layout.joint:
-        return False
+def _on_kernels(
+    k: Tensor, v: Tensor, taps: Tensor | None, layout: Layout, position: Position | None, impl: Impl
+) -> bool:
+    """Return whether all of a layer runs on kernels."""
     chosen = [resolve("global_attention", impl, k, v, position=position), resolve("norm_gate", impl, v.flatten(2))]
     if taps is not None:
         chosen.append(api.choose(v.flatten(2), taps, layout, impl))

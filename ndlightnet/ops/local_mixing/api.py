@@ -87,12 +87,33 @@ def begin_local_mixing(
     if layout.axis is None:
         out = local_mixing(x, weight, offsets, layout=layout, mask=mask, impl=impl)
         return lambda: out
+    x, add_sides = begin_sides(x, weight, offsets, layout, mask, impl)
+    slab = Grid(layout.shapes[0])
+    return lambda: add_sides(local_mixing(x, weight, offsets, layout=slab, impl=impl))
+
+
+def begin_sides(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Sequence[Sequence[int]],
+    layout: Layout,
+    mask: Tensor | None,
+    impl: Impl,
+    channels: slice = slice(None),
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Send what the neighbours of a slab read of some channels of its tokens x (batch, length, dim).
+
+    Return x, for one operator (see `Layout.halo`), and a function that adds, in its place, to the local mixing of the
+    slab alone what the neighbours' tokens give to it.
+    """
     if mask is not None:
         x = x.masked_fill(~mask[..., None], 0)
+    assert layout.axis is not None
     dim, grid = 1 + layout.axis, Grid(layout.shapes[0])
     along = [offset[layout.axis] for offset in offsets]
     before, after = max(0, *along), max(0, *(-n for n in along))
-    cells, received = layout.halo(grid.unflatten(x), dim, before, after)
+    cells, received = layout.halo(grid.unflatten(x), dim, before, after, channels)
+    size = cells.shape[dim]
 
     def beside(planes: Tensor, size: int, first: bool) -> Tensor:
         """Return what planes beside the grid add to its first or last `size` planes: the sum over steps along the axis
@@ -109,14 +130,12 @@ def begin_local_mixing(
                 parts.append(pad(y, [0, 0] * (y.ndim - 1 - dim) + [*around]) if any(around) else y)
         return sum(parts[1:], parts[0]) if parts else planes.narrow(dim, 0, 0)
 
-    def wait() -> Tensor:
+    def add_sides(y: Tensor) -> Tensor:
         first, last = received()
-        y = local_mixing(grid.flatten(cells), weight, offsets, layout=grid, impl=impl)
-        size = cells.shape[dim]
         sides = beside(first, min(before, size), True), beside(last, min(after, size), False)
-        return add_planes(y, *sides, dim, cells.shape)
+        return add_planes(y, *sides, dim, (*cells.shape[:-1], y.shape[-1]))
 
-    return wait
+    return grid.flatten(cells), add_sides
 
 
 def _taps_within(

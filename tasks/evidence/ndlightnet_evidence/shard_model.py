@@ -4,8 +4,7 @@ A slab's process sends, in a step forward and backward, for each sample:
   attention     in each layer its States to all others, twice
   local mixing  in each layer its first and last planes to its neighbours, twice
   MD-TPE        all its tokens, but for its own share of the channels, four times
-and for all samples its gradients, once (a ring all-reduce: twice their bytes). Its layers are no single operators, as
-on one GPU: gradients of queries, keys, values and gates are joined, and those of values added.
+and for all samples its gradients, once (a ring all-reduce: twice their bytes).
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-# Seconds of a training step for each token on one GPU, and of joined gradients on several: by the kernels on an H200
-TOKEN, JOINED = 466e-9, 23e-9
+TOKEN = 466e-9  # seconds of a training step for each token on one H200
 # Bytes a second that a GPU sends within a host, as NCCL's kernels did between two and four H200s, and to other hosts;
 # of copies before and after, and the seconds of a message, fitted to what a step took there beyond a GPU's own work
-# (two GPUs 19.5 ms, strong scaling 10.8, four GPUs 23.1; of the model: 19.3, 11.4, 22.9). FAR, FAR_LATENCY and HOST
-# are assumed.
+# (two GPUs 19.5 ms, strong scaling 10.8, four GPUs 23.1), less what its profile gave to the joining of gradients that
+# have been written in place since (12.1; 6.0; 12.1; of the model: 7.3, 5.4, 10.8). FAR, FAR_LATENCY and HOST are
+# assumed.
 NEAR, FAR, COPIES = 300e9, 50e9, 730e9
 HOST = 8  # GPUs
 LATENCY, FAR_LATENCY = 30e-6, 40e-6
@@ -59,8 +58,7 @@ def step(net: Network, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dic
     speed, latency = (FAR, FAR_LATENCY) if slabs > HOST else (NEAR, LATENCY)
     # neighbours are on one host but for two; halo and States of a layer, both ways; MD-TPE
     messages = 4 * net.depth + 4 + 1 if slabs > 1 else 0
-    joined = JOINED * batch * math.prod(grid) / slabs if slabs > 1 else 0
-    exchange = sum(sent(net, grid, slabs, batch).values()) * (1 / speed + 1 / COPIES) + messages * latency + joined
+    exchange = sum(sent(net, grid, slabs, batch).values()) * (1 / speed + 1 / COPIES) + messages * latency
     return {"seconds": compute + exchange, "compute": compute, "exchange": exchange}
 
 
