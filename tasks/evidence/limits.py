@@ -41,7 +41,7 @@ from ndlightnet_evidence.tables import Run
 
 STRIDES = (2, 2, 2, 2)
 STEPS = 12  # of `scaling`, timed
-SIDE = 32  # voxels: the sides of cubes are multiples of it
+SIDE = 32  # voxels: the sides of cubes are multiples of it, and of what makes slabs equal
 LARGE, WINDOW = 512, 128  # voxels a side of the cube and of a window in `windows`
 SHAPE = (1024, 1024, 1024)  # of the volume of `out_of_core`
 autocast = partial(torch.autocast, "cuda", torch.bfloat16)
@@ -231,8 +231,9 @@ def largest_cube(measure: Callable[..., Run], gpus: int) -> Run:
         return small
     each = 1e9 * (small["192"]["gb"] - small["128"]["gb"]) / (192**3 - 128**3)
     memory = torch.cuda.get_device_properties(0).total_memory
-    expected = int((memory / each) ** (1 / 3)) // SIDE * SIDE
-    sides = list(range(expected, 0, -SIDE))
+    unit = math.lcm(SIDE, gpus * 2 ** len(STRIDES))
+    expected = int((memory / each) ** (1 / 3)) // unit * unit
+    sides = list(range(expected, 0, -unit))
     # of several processes, not all run out of memory: new ones for each side
     for tried in [[side] for side in sides] if gpus > 1 else [sides]:
         result = measure(sides=tried, search=True)

@@ -152,19 +152,15 @@ def test_parameters_of_16_bits():
         assert (a - b).abs().max() <= 2**-5 * b.abs().max()
 
 
-@pytest.mark.parametrize(
-    "axis, sizes, kind, offsets",
-    [(0, (2, 1, 1), "cosine", star(3, 2)), (2, (1, 2), None, dense(3, 1)), (1, (1, 1), "rotary", ())],
-    ids=["star", "dense", "alone"],
-)
-def test_slabs_of_a_grid(axis, sizes, kind, offsets):
-    """On threads: outputs, and gradients of all slabs, are those of the whole. A slab's is one tensor, too."""
-    shape = tuple(sum(sizes) if i == axis else n for i, n in enumerate((2, 3, 2)))
+def slabs_and_whole(shape, axis, sizes, kind, offsets, frozen=(), batch=2):
+    """Return the outputs of slabs, on threads, and of the whole, the leaves that need a gradient, and random weights of
+    the outputs. frozen: the numbers of inputs that need none."""
     whole = Grid(shape)
-    (x, *params, theta, taps), pull = random(whole, kind=kind, offsets=offsets)
-    leaves = [None if z is None else z.requires_grad_() for z in (x, *params, theta, taps)]
+    leaves, pull = random(whole, kind=kind, offsets=offsets, batch=batch)
+    for i, z in enumerate(leaves):
+        if z is not None:
+            z.requires_grad_(i not in frozen)
     x, *params, theta, taps = leaves
-    learnt = [z for z in leaves if z is not None]
 
     def layer(x, layout):
         position = None if theta is None else Position(theta, layout, kind)
@@ -172,22 +168,57 @@ def test_slabs_of_a_grid(axis, sizes, kind, offsets):
         return attention_layer(x, HEADS, *params[:2], EPS, *params[2:], taps, offsets, **options)
 
     def slab(exchange):
-        rank = exchange.rank
-        part = whole.unflatten(x).split(sizes, 1 + axis)[rank]
+        part = whole.unflatten(x).split(sizes, 1 + axis)[exchange.rank]
         layout = Slab(tuple(part.shape[1:-1]), axis=axis, sizes=sizes, exchange=exchange)
         return layout.unflatten(layer(layout.flatten(part), layout))
 
-    expected = layer(x, whole)
-    actual = whole.flatten(torch.cat(on_threads(len(sizes), slab), 1 + axis))
+    joined = whole.flatten(torch.cat(on_threads(len(sizes), slab), 1 + axis))
+    return joined, layer(x, whole), [z for z in leaves if z is not None and z.requires_grad], pull
+
+
+def close_gradients(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5 * b.abs().max().item() if b.numel() else 0)
+
+
+@pytest.mark.parametrize(
+    "axis, sizes, kind, offsets",
+    [(0, (2, 1, 1), "cosine", star(3, 2)), (2, (1, 2), None, dense(3, 1)), (1, (1, 1), "rotary", ())],
+    ids=["star", "dense", "alone"],
+)
+def test_slabs_of_a_grid(axis, sizes, kind, offsets):
+    """Outputs, and gradients of all slabs, are those of the whole. A slab's is one tensor, too."""
+    shape = tuple(sum(sizes) if i == axis else n for i, n in enumerate((2, 3, 2)))
+    actual, expected, leaves, pull = slabs_and_whole(shape, axis, sizes, kind, offsets)
     torch.testing.assert_close(actual, expected, **CLOSE)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiled:
-        grads = grad(actual, learnt, pull)
-    for a, b in zip(grads, grad(expected, learnt, pull), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-5 * b.abs().max().item())
-    lengths = [size * whole.length // sum(sizes) for size in sizes]
+        grads = grad(actual, leaves, pull)
+    close_gradients(grads, grad(expected, leaves, pull))
+    lengths = [size * actual.shape[1] // sum(sizes) for size in sizes]
     for event in profiled.events():
         if event.name in ("aten::cat", "aten::add", "aten::add_"):
             assert not any(f"[2, {length}, " in str(event.input_shapes) for length in lengths), event
+
+
+@pytest.mark.parametrize("frozen", [(0,), (0, 5, 6), (1, 2, 3, 4), (0, 1, 2, 3, 4, 6), (0, 1, 2, 3, 4, 5)], ids=str)
+def test_slabs_of_which_some_inputs_need_no_gradient(frozen):
+    actual, expected, leaves, pull = slabs_and_whole((1, 2), 1, (1, 1), "cosine", star(2, 1), frozen, batch=1)
+    close_gradients(grad(actual, leaves, pull), grad(expected, leaves, pull))
+
+
+def test_slabs_of_no_samples():
+    actual, expected, leaves, pull = slabs_and_whole((2, 2), 0, (1, 1), "cosine", star(2, 1), batch=0)
+    close_gradients(grad(actual, leaves, pull), grad(expected, leaves, pull))
+
+
+@pytest.mark.parametrize("anomaly", [False, True])
+def test_gradients_of_slabs_are_searched_for_nan_and_not_differentiated_again(anomaly):
+    with torch.autograd.set_detect_anomaly(anomaly):
+        actual, expected, leaves, pull = slabs_and_whole((2, 2), 0, (1, 1), "cosine", star(2, 1), batch=1)
+        grads = grad(actual, leaves, pull, create_graph=True)
+    close_gradients(grads, grad(expected, leaves, pull))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad(grads[0].sum(), leaves[0])
 
 
 def test_taps_that_do_not_fit():

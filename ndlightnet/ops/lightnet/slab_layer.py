@@ -57,7 +57,7 @@ def slab_layer(
         near = add_sides(near)
     _, total, memory = offset_gradient(merged(), position, -1)
     x, y = _Read.apply(x, total, memory, theta, pieces, where)  # type: ignore[no-untyped-call]
-    out: Tensor = _Gate.apply(x, y, near, weight, bias, up, proj, pieces, eps)  # type: ignore[no-untyped-call]
+    out: Tensor = _Gate.apply(x, y.flatten(2), near, weight, bias, up, proj, pieces, eps)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -70,7 +70,7 @@ class _Summarize(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         _, k, v, _ = pieces(x)
         top, *state = _triton.summarize(k, v, None, *where._replace(theta=theta))
-        ctx.save_for_backward(x, theta, top)
+        ctx.save_for_backward(k, v, theta, top)
         ctx.pieces, ctx.where, ctx.add = pieces, where, add
         ctx.mark_non_differentiable(top)
         return x.view_as(x), top, *state
@@ -80,8 +80,8 @@ class _Summarize(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor, _: Any, dtotal: Tensor, dmemory: Tensor) -> tuple[Tensor | None, ...]:
         from ndlightnet_kernels import attention_backward as kernels
 
-        x, theta, top = ctx.saved_tensors
-        (_, k, v, _), (_, dk, dv, _), learn = ctx.pieces(x), ctx.pieces(dx), ctx.needs_input_grad[1]
+        k, v, theta, top = ctx.saved_tensors
+        (_, dk, dv, _), learn = ctx.pieces(dx), ctx.needs_input_grad[1]
         where = ctx.where._replace(theta=theta)
         *_, dtheta = kernels.summarize_backward(k, v, None, top, dtotal, dmemory, where, learn, dk, dv, ctx.add)
         return dx, _triton._theta_gradient(dtheta, theta, learn), None, None, None
@@ -92,16 +92,16 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, taps: Tensor, pieces: Pieces, at: local.Where) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, taps)
+        v = pieces(x)[2].flatten(2)
+        ctx.save_for_backward(v, taps)
         ctx.pieces, ctx.at = pieces, at
-        near: Tensor = local.mix(pieces(x)[2].flatten(2), taps, None, *at)
-        return x.view_as(x), near
+        return x.view_as(x), local.mix(v, taps, None, *at)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, dnear: Tensor) -> tuple[Tensor | None, ...]:
-        x, taps = ctx.saved_tensors
-        v, dv = (ctx.pieces(z)[2].flatten(2) for z in (x, dx))
+        v, taps = ctx.saved_tensors
+        dv = ctx.pieces(dx)[2].flatten(2)
         return dx, local.backward(dnear, v, taps, None, *ctx.at, dx=dv)[1], None, None
 
 
@@ -112,18 +112,18 @@ class _Read(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, total: Tensor, memory: Tensor, theta: Tensor | None, pieces: Pieces, where: FlatPosition
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, total, memory, theta)
+        q = pieces(x)[0]
+        ctx.save_for_backward(q, total, memory, theta)
         ctx.pieces, ctx.where = pieces, where
-        return x.view_as(x), _triton.read(pieces(x)[0], total, memory, *where._replace(theta=theta))
+        return x.view_as(x), _triton.read(q, total, memory, *where._replace(theta=theta))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         from ndlightnet_kernels import attention_backward as kernels
 
-        x, total, memory, theta = ctx.saved_tensors
-        q, dq, learn = ctx.pieces(x)[0], ctx.pieces(dx)[0], ctx.needs_input_grad[3]
-        where = ctx.where._replace(theta=theta)
+        q, total, memory, theta = ctx.saved_tensors
+        dq, learn, where = ctx.pieces(dx)[0], ctx.needs_input_grad[3], ctx.where._replace(theta=theta)
         _, dtotal, dmemory, dtheta = kernels.read_backward(q, total, memory, dy, where, learn, dq)
         return dx, dtotal, dmemory, _triton._theta_gradient(dtheta, theta, learn), None, None
 
@@ -144,20 +144,16 @@ class _Gate(torch.autograd.Function):
         pieces: Pieces,
         eps: float,
     ) -> Tensor:
-        out, mean, rstd = gates.forward(y.flatten(2), pieces(x)[3], weight, bias, near, up, proj, eps)
-        ctx.save_for_backward(x, y, near, weight, bias, up, proj, mean, rstd)
-        ctx.pieces = pieces
+        gate = pieces(x)[3]
+        out, mean, rstd = gates.forward(y, gate, weight, bias, near, up, proj, eps)
+        ctx.save_for_backward(y, gate, weight, bias, near, up, proj, mean, rstd)
+        ctx.pieces, ctx.shape = pieces, x.shape
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, near, *params, mean, rstd = ctx.saved_tensors
-        weight, bias, up, proj = params
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)  # the other steps write the rest of it
-        gate, dgate = ctx.pieces(x)[3], ctx.pieces(dx)[3]
-        needs_proj = ctx.needs_input_grad[6]
-        inputs = (y.flatten(2), gate, weight, bias, near, up, proj, mean, rstd, needs_proj, dgate)
+        dx = dout.new_empty(ctx.shape)  # the other steps write the rest of it
+        inputs: Any = (*ctx.saved_tensors, ctx.needs_input_grad[6], ctx.pieces(dx)[3])
         dy, _, dweight, dbias, dnear, dup, dproj = gates.backward(dout, *inputs)
-        assert dy is not None
-        return dx, dy.view_as(y), dnear, dweight, dbias, dup, dproj, None, None
+        return dx, dy, dnear, dweight, dbias, dup, dproj, None, None
