@@ -44,7 +44,7 @@ def slab_layer(
     """Return `attention_layer` of a slab's tokens. pieces: returns views of queries, keys, values and gate of x."""
     channels = slice(2 * len(weight), 3 * len(weight))  # of the values
     if taps is not None:
-        x, add_sides = api.begin_sides(x, taps, offsets, layout, None, "triton", channels)
+        x, add_sides = api.begin_sides(x, taps, offsets, layout, "triton", channels)
     position = relative(position)
     where = _triton.of_grid(position)
     theta, where = where.theta, where._replace(theta=None)

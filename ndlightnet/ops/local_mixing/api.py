@@ -87,7 +87,9 @@ def begin_local_mixing(
     if layout.axis is None:
         out = local_mixing(x, weight, offsets, layout=layout, mask=mask, impl=impl)
         return lambda: out
-    x, add_sides = begin_sides(x, weight, offsets, layout, mask, impl)
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None], 0)
+    x, add_sides = begin_sides(x, weight, offsets, layout, impl)
     slab = Grid(layout.shapes[0])
     return lambda: add_sides(local_mixing(x, weight, offsets, layout=slab, impl=impl))
 
@@ -97,7 +99,6 @@ def begin_sides(
     weight: Tensor,
     offsets: Sequence[Sequence[int]],
     layout: Layout,
-    mask: Tensor | None,
     impl: Impl,
     channels: slice = slice(None),
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -106,8 +107,6 @@ def begin_sides(
     Return x, for one operator (see `Layout.halo`), and a function that adds, in its place, to the local mixing of the
     slab alone what the neighbours' tokens give to it.
     """
-    if mask is not None:
-        x = x.masked_fill(~mask[..., None], 0)
     assert layout.axis is not None
     dim, grid = 1 + layout.axis, Grid(layout.shapes[0])
     along = [offset[layout.axis] for offset in offsets]
