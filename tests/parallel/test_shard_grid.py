@@ -84,7 +84,7 @@ def test_steps_with_their_exchanges_from_a_cuda_graph(tmp_path):
             assert max(kinds.values()) <= 1e-4, (label, kinds)
 
 
-@pytest.mark.parametrize("rows, slabs, ms", [(64, 2, 7.3), (32, 2, 5.4), (128, 4, 10.8)])
+@pytest.mark.parametrize("rows, slabs, ms", [(64, 2, 7.3), (32, 2, 5.4), (128, 4, 10.9)])
 def test_what_an_exchange_takes_by_the_model_of_costs(rows, slabs, ms):
     """Two GPUs took 7.4 and, strong scaling, 4.8 ms more than their share, four 11.0, without joining gradients."""
     costs = shard_model.step(shard_model.Network(), (rows, 64, 64), slabs, batch=4)
