@@ -1,8 +1,9 @@
 """A layer of global LightNet attention, from the joint projection of its tokens to its output: attention, local mixing,
 norm, gate and the output map.
 
-On kernels it is one operator, so that the gradients of queries, keys, values and gate are written where they belong in
-that of the projection: as gradients of their own they would be added and copied together.
+On kernels it is one operator, on a slab the steps of slab_layer.py, so that the gradients of queries, keys, values and
+gate are written where they belong in that of the projection: as gradients of their own they would be added and copied
+together.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, is_anomaly_enabled
+from torch import Tensor
 
 from ndlightnet.layout import Layout, Ragged
 from ndlightnet.ops._operator import Gradient, Operator
@@ -59,24 +60,24 @@ def attention_layer(
     if layout.joint and _on_kernels(k, v, taps, layout, position, impl):
         dtype = product_dtype(x)
         joint, maps = x.to(dtype), (up.to(dtype), proj.to(dtype))
-        steps: Offsets = ()
+        shifts: Offsets = ()
         if taps is not None:
-            steps = api.check_taps(v.flatten(2), taps, offsets, mask, layout, True)
+            shifts = api.check_taps(v.flatten(2), taps, offsets, mask, layout, True)
         if not layout.shared:
             pack = layout if isinstance(layout, Ragged) else None
             position = global_position(q, k, v, mask, position, pack)
             where = _triton.of_layout(position, pack, k, dim // heads)
             at = local.NOWHERE
             if taps is not None:
-                at = local.where(layout, steps, x.device)
+                at = local.where(layout, shifts, x.device)
                 taps = taps.to(accumulator(x))
             out: Tensor = _layer(joint, weight, bias, *maps, taps, mask, eps, heads, *where, *at)[0]
             return out
-        # gradients that are searched for NaN are complete; a graph that is compiled has no place to write
-        if layout.axis is not None and mask is None and not (torch.compiler.is_compiling() or is_anomaly_enabled()):
+        # operators of a compiled graph write into no other one's result
+        if layout.axis is not None and mask is None and not torch.compiler.is_compiling():
             check_inputs(k, v, mask, position, q)
             pieces = partial(_pieces, heads=heads, rank=rank)
-            return slab_layer(joint, pieces, weight, bias, eps, *maps, taps, steps, layout, position)
+            return slab_layer(joint, pieces, weight, bias, eps, *maps, taps, shifts, layout, position)
     near: Any = None
     if taps is not None:
         near = api.begin_local_mixing(v.flatten(2), taps, offsets, layout=layout, mask=mask, impl=impl)

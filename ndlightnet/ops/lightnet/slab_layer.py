@@ -153,7 +153,8 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        dx = dout.new_empty(ctx.shape)  # the other steps write the rest of it
+        # the other steps write the rest of it, which anomaly detection would search for NaN before
+        dx = dout.new_zeros(ctx.shape) if torch.is_anomaly_enabled() else dout.new_empty(ctx.shape)
         inputs: Any = (*ctx.saved_tensors, ctx.needs_input_grad[6], ctx.pieces(dx)[3])
         dy, _, dweight, dbias, dnear, dup, dproj = gates.backward(dout, *inputs)
         return dx, dy, dnear, dweight, dbias, dup, dproj, None, None

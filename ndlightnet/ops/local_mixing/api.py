@@ -112,7 +112,6 @@ def begin_sides(
     along = [offset[layout.axis] for offset in offsets]
     before, after = max(0, *along), max(0, *(-n for n in along))
     cells, received = layout.halo(grid.unflatten(x), dim, before, after, channels)
-    size = cells.shape[dim]
 
     def beside(planes: Tensor, size: int, first: bool) -> Tensor:
         """Return what planes beside the grid add to its first or last `size` planes: the sum over steps along the axis
@@ -130,7 +129,7 @@ def begin_sides(
         return sum(parts[1:], parts[0]) if parts else planes.narrow(dim, 0, 0)
 
     def add_sides(y: Tensor) -> Tensor:
-        first, last = received()
+        (first, last), size = received(), cells.shape[dim]
         sides = beside(first, min(before, size), True), beside(last, min(after, size), False)
         return add_planes(y, *sides, dim, (*cells.shape[:-1], y.shape[-1]))
 

@@ -221,8 +221,8 @@ def patch_of(
 
 
 def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
-    """Estimate the bytes of one crop in a training step in bf16, without the weights: the tensors saved for
-    backward, counted on a smaller crop of a CPU, times OVERHEAD."""
+    """Estimate the bytes of one crop in a training step in bf16, without the weights: the tensors that a
+    CPU saves for backward, counted on a smaller crop, times OVERHEAD."""
     most = (COUNTED_FRAMES, *COUNTED)[-len(patch) :]
     small = [min(pair) for pair in zip(patch, most, strict=True)]
     saved: dict[int, int] = {}
