@@ -25,7 +25,7 @@ ORDER = (
 CLOSED = {
     "ndlightnet.data": {"ndlightnet.data", "ndlightnet.layout"},
     "ndlightnet.layout": {"ndlightnet.layout"},
-    "ndlightnet.parallel": {"ndlightnet.parallel", "ndlightnet.layout"},
+    "ndlightnet.parallel": {"ndlightnet.parallel", "ndlightnet.layout", "ndlightnet_kernels"},
     "ndlightnet_kernels": {"ndlightnet_kernels"},
 }
 ONLY_UNDER = {

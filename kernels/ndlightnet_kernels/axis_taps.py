@@ -77,7 +77,7 @@ def _fold_kernel(sums, dtaps, dim, nb, splits, span, least, C: tl.constexpr):
     at = (d * 128 + (end & 15) * 8 + m[None])[:, :, None].to(tl.int64) * dim + c
     ok = ((d >= least) & (d < 2 * nb))[:, :, None] & (c < dim)
     total = tl.zeros((16, C), tl.float32)
-    for split in range(splits):
+    for split in tl.range(splits, loop_unroll_factor=4):  # few programs, whose loads are under way together
         page = (split * (2 * nb)).to(tl.int64) * (128 * dim)
         total += tl.sum(tl.load(sums + page + at, mask=ok, other=0.0), 1)
     to = dtaps + c[None] * (2 * span) + span + lag[:, None]

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.limits import device_reason, unlimited
+from ndlightnet.ops.limits import unlimited
 from ndlightnet.ops.plain import transformed
+from ndlightnet_kernels import device_reason
 
 Impl = Literal["auto", "torch", "triton", "reference", "fla"]
 

@@ -20,8 +20,8 @@ from ndlightnet.layout import per_axis
 from ndlightnet.layout.abstract import exporting
 from ndlightnet.ops.dispatch import TRANSFORMED, Support
 from ndlightnet.ops.empty import empty_result
-from ndlightnet.ops.limits import device_reason
 from ndlightnet.ops.plain import plain, softmax_attention, transformed
+from ndlightnet_kernels import device_reason
 
 TILE = 64  # queries of a tile, about: fewer copy more of the halo, more compute more unused scores
 HAS_WINDOWS = torch.__version__ >= "2.11"  # torch.nn.attention.varlen takes a window

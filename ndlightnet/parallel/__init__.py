@@ -1,7 +1,7 @@
 """Grids whose slabs lie on several processes, or are computed in turn on one device: slabs are layouts, which
 exchange what operators ask a layout for. Collectives are called here only."""
 
-from ndlightnet.parallel.exchange import Exchange, Processes
+from ndlightnet.parallel.exchange import Exchange, Processes, in_a_row
 from ndlightnet.parallel.shard import (
     Shard,
     activated,
@@ -23,6 +23,7 @@ __all__ = [
     "SlabPack",
     "activated",
     "add_planes",
+    "in_a_row",
     "is_sharded",
     "layout_of",
     "layout_of_pack",

@@ -1,21 +1,50 @@
-"""Copies of rows that do not follow each other. torch's kernels make them number by number on a
-GPU: rows of whole numbers of 16 bytes are copied as such, which are fewer."""
+"""Copies and sums of rows that do not follow each other. torch's kernels make them number by number on a GPU: rows of
+whole numbers of 16 bytes are copied as such, which are fewer, and a kernel of ours adds them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ndlightnet_kernels import device_reason
+
 DEVICES = ("cuda",)
+ADDED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def copy(x: Tensor, place: Tensor) -> None:
     """Copy x to `place`."""
     wide, place = _wide(x, place)
     place.copy_(wide)
+
+
+def add(x: Tensor, place: Tensor, dim: int) -> None:
+    """Add x to `place`, a part along `dim` of a larger tensor."""
+    rows = [_rows(y, dim) for y in (x, place)] if _has_kernel(x, place) else [None]
+    if None in rows:
+        place.add_(x)
+    else:
+        from ndlightnet_kernels import planes
+
+        planes.add(*rows)
+
+
+def _has_kernel(x: Tensor, place: Tensor) -> bool:
+    if x.device.type not in DEVICES or x.numel() == 0 or not {x.dtype, place.dtype} <= {*ADDED}:
+        return False
+    return not device_reason(x.device)
+
+
+def _rows(x: Tensor, dim: int) -> Tensor | None:
+    """Return x as (outer, rows, last axis), if that is a view of it with a dense last axis."""
+    try:
+        return x.view(math.prod(x.shape[:dim]), math.prod(x.shape[dim:-1]), x.shape[-1]) if x.stride(-1) == 1 else None
+    except RuntimeError:
+        return None
 
 
 def cat(parts: Sequence[Sequence[Tensor]], dim: int) -> Tensor:

@@ -80,13 +80,7 @@ class Processes(Exchange):
 
     def begin(self, sends: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> _Transfer:
         """Send all but the own slab's tensor."""
-        remote = [x for i, x in enumerate(sends) if i != self.rank and x.numel()]
-        if len(remote) == 1 and remote[0].is_contiguous():
-            flat = remote[0].view(-1)
-        else:
-            flat = sends[0].new_empty(sum(x.numel() for x in remote))
-            for x, place in zip(remote, flat.split([x.numel() for x in remote]), strict=True):
-                copy(x, place.view(x.shape))
+        flat = _joined([x for i, x in enumerate(sends) if i != self.rank and x.numel()] or [sends[0].flatten()[:0]])
         sizes = self._numbers(shapes), self._numbers([x.shape for x in sends])
         with self.explained():
             out, work = self.all_to_all_single(flat, *sizes)
@@ -128,6 +122,26 @@ class Processes(Exchange):
                 f"shard_grid: process {self.rank} of {self.count} heard nothing from another one; "
                 f"it ended, or waited for longer than the group's timeout: {error}"
             ) from error
+
+
+def in_a_row(like: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return uninitialised tensors one after the other, which are sent without a copy."""
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = like.new_empty(sum(sizes)).split(sizes)
+    return [x.view(tuple(shape)) for x, shape in zip(parts, shapes, strict=True)]
+
+
+def _joined(xs: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of tensors one after the other; without a copy of those of `in_a_row`."""
+    if all(x.is_contiguous() for x in xs):
+        ends = [(x.untyped_storage().data_ptr(), x.storage_offset() + x.numel()) for x in xs[:-1]]
+        if ends == [(x.untyped_storage().data_ptr(), x.storage_offset()) for x in xs[1:]]:
+            return xs[0].as_strided((sum(x.numel() for x in xs),), (1,))
+        return torch.cat([x.view(-1) for x in xs])
+    flat = xs[0].new_empty(sum(x.numel() for x in xs))
+    for x, place in zip(xs, flat.split([x.numel() for x in xs]), strict=True):
+        copy(x, place.view(x.shape))
+    return flat
 
 
 class _Route:

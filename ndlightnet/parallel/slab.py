@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.layout.abstract import Future, Shape
-from ndlightnet.parallel.copies import cat, copy, split
-from ndlightnet.parallel.exchange import Exchange
+from ndlightnet.parallel.copies import add, cat, copy, split
+from ndlightnet.parallel.exchange import Exchange, in_a_row
 
 PART = 2**24  # numbers of an exchange, at least: of fewer, more of them take longer than what they overlap
 
@@ -281,7 +281,7 @@ class _Edges(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, spans: Sequence[tuple[int, int]], channels: slice) -> tuple[Tensor, ...]:
         ctx.dim, ctx.spans, ctx.channels = dim, spans, channels
         edges = [x[..., channels].narrow(dim, at, n) for at, n in spans]
-        copies = [x.new_empty(edge.shape) for edge in edges]
+        copies = in_a_row(x, [edge.shape for edge in edges])
         for edge, place in zip(edges, copies, strict=True):
             copy(edge, place)
         return x.view_as(x), *copies
@@ -292,7 +292,7 @@ class _Edges(torch.autograd.Function):
             dx = dx.clone()
         for (at, n), edge in zip(ctx.spans, edges, strict=True):
             if n or torch.is_grad_enabled():  # all processes have the same exchanges
-                dx[..., ctx.channels].narrow(ctx.dim, at, n).add_(edge)
+                add(edge, dx[..., ctx.channels].narrow(ctx.dim, at, n), ctx.dim)
         return dx, None, None, None
 
 
@@ -305,8 +305,8 @@ class _Add(torch.autograd.Function):
         ctx.sizes, ctx.dim, ctx.shape = (first.shape[dim], last.shape[dim]), dim, shape
         ctx.dtypes = first.dtype, last.dtype
         cells = x.view(shape)
-        cells.narrow(dim, 0, ctx.sizes[0]).add_(first)
-        cells.narrow(dim, shape[dim] - ctx.sizes[1], ctx.sizes[1]).add_(last)
+        add(first, cells.narrow(dim, 0, ctx.sizes[0]), dim)
+        add(last, cells.narrow(dim, shape[dim] - ctx.sizes[1], ctx.sizes[1]), dim)
         ctx.mark_dirty(x)
         return x
 

@@ -1,10 +1,11 @@
-"""Copies in numbers of 16 bytes are torch's."""
+"""Copies in numbers of 16 bytes, and sums by a kernel, are torch's."""
 
 import numpy as np
 import pytest
 import torch
 
-from ndlightnet.parallel import copies
+from ndlightnet.parallel import copies, exchange
+from ndlightnet_kernels import planes
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,24 @@ def test_copy(dtype, first, last):
     copies.copy(x, place)
     assert torch.equal(place, x)
     copies.copy(torch.zeros(()), torch.ones(()))
+
+
+@pytest.mark.parametrize("dtype, kernel", [(torch.bfloat16, True), (torch.float32, True), (torch.float64, False)])
+@pytest.mark.parametrize("dim, permuted", [(1, False), (2, False), (1, True), (2, True)])
+def test_add(dtype, kernel, dim, permuted, monkeypatch):
+    """Of the edge of a grid along an axis, some channels of it. Axes in another order have no rows at one distance."""
+    calls, add = [], planes.add
+    monkeypatch.setattr(planes, "add", lambda *xs: (calls.append(xs), add(*xs)))
+    whole, x = rows(dtype, 2, 4, 3, 5, 12), rows(dtype, 2, 4, 3, 5, 12)[..., :4].narrow(dim, 0, 2)
+    if permuted:
+        whole = whole.transpose(2, 3).contiguous().transpose(2, 3)
+    expected = whole.clone()
+    expected[..., 4:8].narrow(dim, 1, 2).add_(x)
+    copies.add(x, whole[..., 4:8].narrow(dim, 1, 2), dim)
+    rtol = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0  # the interpreter rounds it otherwise
+    torch.testing.assert_close(whole, expected, rtol=rtol, atol=0)
+    assert bool(calls) == (kernel and not permuted)
+    copies.add(x[:0], whole[:0, ..., 4:8].narrow(dim, 1, 2), dim)
 
 
 @pytest.mark.parametrize("start, wide", [(0, True), (4, False)])
@@ -70,3 +89,18 @@ def test_split_and_cat(sizes, dim, batches, close_grads):
     assert torch.autograd.gradgradcheck(
         lambda x: copies.cat(copies.split(x * x, (1, 2), 1, (1, 1)), 1), rows(torch.float64, 2, 3).requires_grad_()
     )
+
+
+def test_what_is_sent_without_a_copy():
+    shapes = [(2, 3), (0, 3), (4,)]
+    parts = exchange.in_a_row(torch.zeros(1, dtype=torch.float16), shapes)
+    assert [x.shape for x in parts] == shapes and parts[0].dtype == torch.float16
+    for i, x in enumerate(parts):
+        x.fill_(i)
+    numbers = torch.tensor([0.0] * 6 + [2.0] * 4, dtype=torch.float16)
+    assert torch.equal(exchange._joined(parts), numbers)
+    assert exchange._joined(parts).data_ptr() == parts[0].data_ptr()
+    for others in (parts[::-1], [x.clone() for x in parts], [parts[0].mT.clone().mT, parts[2]]):
+        joined = exchange._joined(others)
+        assert torch.equal(joined, torch.cat([x.flatten() for x in others]))
+        assert joined.data_ptr() not in [x.data_ptr() for x in others]

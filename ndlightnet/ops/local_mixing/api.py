@@ -12,7 +12,8 @@ from ndlightnet.layout import Grid, Layout
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.empty import empty_result
-from ndlightnet.ops.local_mixing import _triton, reference, shifts
+from ndlightnet.ops.local_mixing import _triton, reference, shifts, sides
+from ndlightnet.ops.local_mixing.offsets import Offsets
 from ndlightnet.parallel import add_planes
 
 
@@ -89,18 +90,13 @@ def begin_local_mixing(
         return lambda: out
     if mask is not None:
         x = x.masked_fill(~mask[..., None], 0)
-    x, add_sides = begin_sides(x, weight, offsets, layout, impl)
+    x, add_sides = begin_sides(x, weight, tuple(tuple(o) for o in offsets), layout, impl)
     slab = Grid(layout.shapes[0])
     return lambda: add_sides(local_mixing(x, weight, offsets, layout=slab, impl=impl))
 
 
 def begin_sides(
-    x: Tensor,
-    weight: Tensor,
-    offsets: Sequence[Sequence[int]],
-    layout: Layout,
-    impl: Impl,
-    channels: slice = slice(None),
+    x: Tensor, weight: Tensor, offsets: Offsets, layout: Layout, impl: Impl, channels: slice = slice(None)
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Send what the neighbours of a slab read of some channels of its tokens x (batch, length, dim).
 
@@ -111,34 +107,37 @@ def begin_sides(
     dim, grid = 1 + layout.axis, Grid(layout.shapes[0])
     along = [offset[layout.axis] for offset in offsets]
     before, after = max(0, *along), max(0, *(-n for n in along))
+    products = (
+        not torch.compiler.is_compiling()
+        and sides.are_products(offsets, layout.axis)
+        and choose(x[..., channels], weight, layout, impl) == "triton"
+    )
     cells, received = layout.halo(grid.unflatten(x), dim, before, after, channels)
 
     def beside(planes: Tensor, size: int, first: bool) -> Tensor:
         """Return what planes beside the grid add to its first or last `size` planes: the sum over steps along the axis
         of what taps of so many steps make of the planes that they reach from there."""
-        count, parts = planes.shape[dim], []
-        for steps in sorted({abs(n) for n in along if (n > 0 if first else n < 0)}):
-            start, end = max(0, steps - count), min(steps, size)  # planes of the grid, counted from its edge
-            if start < end:
-                read = planes.narrow(dim, count - steps + start if first else steps - end, end - start)
-                taps, weights = _taps_within(offsets, weight, dim - 1, steps if first else -steps)
-                strip = Grid(tuple(read.shape[1:-1]))
-                y = strip.unflatten(local_mixing(strip.flatten(read), weights, taps, layout=strip, impl=impl))
-                around = (start, size - end) if first else (size - end, start)
-                parts.append(pad(y, [0, 0] * (y.ndim - 1 - dim) + [*around]) if any(around) else y)
+        parts = []
+        for steps, start, at, count in sides.spans(along, planes.shape[dim], size, first):
+            read = planes.narrow(dim, start, count)
+            taps, weights = _taps_within(offsets, weight, dim - 1, steps)
+            strip = Grid(tuple(read.shape[1:-1]))
+            y = strip.unflatten(local_mixing(strip.flatten(read), weights, taps, layout=strip, impl=impl))
+            around = (at, size - at - count)
+            parts.append(pad(y, [0, 0] * (y.ndim - 1 - dim) + [*around]) if any(around) else y)
         return sum(parts[1:], parts[0]) if parts else planes.narrow(dim, 0, 0)
 
     def add_sides(y: Tensor) -> Tensor:
-        (first, last), size = received(), cells.shape[dim]
-        sides = beside(first, min(before, size), True), beside(last, min(after, size), False)
-        return add_planes(y, *sides, dim, (*cells.shape[:-1], y.shape[-1]))
+        (first, last), shape = received(), (*cells.shape[:-1], y.shape[-1])
+        if products:
+            return sides.add_products(y, weight.to(accumulator(y)), (first, last), offsets, dim, shape)
+        some = [min(n, shape[dim]) for n in (before, after)]
+        return add_planes(y, beside(first, some[0], True), beside(last, some[1], False), dim, shape)
 
     return grid.flatten(cells), add_sides
 
 
-def _taps_within(
-    offsets: Sequence[Sequence[int]], weight: Tensor, axis: int, steps: int
-) -> tuple[list[tuple[int, ...]], Tensor]:
+def _taps_within(offsets: Offsets, weight: Tensor, axis: int, steps: int) -> tuple[list[tuple[int, ...]], Tensor]:
     """Return the taps of so many steps along an axis as taps within a plane, and their weights."""
     chosen = [i for i, offset in enumerate(offsets) if offset[axis] == steps]
     taps = [(*offsets[i][:axis], 0, *offsets[i][axis + 1 :]) for i in chosen]
