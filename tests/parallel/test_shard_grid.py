@@ -84,10 +84,9 @@ def test_steps_with_their_exchanges_from_a_cuda_graph(tmp_path):
             assert max(kinds.values()) <= 1e-4, (label, kinds)
 
 
-@pytest.mark.parametrize("rows, slabs, ms", [(64, 2, 7.3), (32, 2, 5.4), (128, 4, 10.9)])
+@pytest.mark.parametrize("rows, slabs, ms", [(32, 2, 6.0), (32, 4, 7.7), (128, 4, 13.5)])
 def test_what_an_exchange_takes_by_the_model_of_costs(rows, slabs, ms):
-    """Two GPUs took 19.5 and, strong scaling, 10.8 ms more than their share, four 23.1; on four 12.1 of them joined
-    gradients, 23 ns a token, which are written in place since."""
+    """Two and four GPUs took 5.9 and 7.1 ms more than their share, four of larger grids 14.6."""
     costs = shard_model.step(shard_model.Network(), (rows, 64, 64), slabs, batch=4)
     assert round(1e3 * costs["exchange"], 1) == ms
 

@@ -16,12 +16,11 @@ from typing import Any
 TOKEN = 466e-9  # seconds of a training step for each token on one H200
 # Bytes a second that a GPU sends within a host, as NCCL's kernels did between two and four H200s, and to other hosts;
 # of copies before and after, and the seconds of a message, fitted to what a step took there beyond a GPU's own work
-# (two GPUs 19.5 ms, strong scaling 10.8, four GPUs 23.1), less 23 ns a token (12.1; 6.0; 12.1), what joining gradients
-# took by the profile of four, before they were written in place; of the model: 7.3, 5.4, 10.9. FAR, FAR_LATENCY and
-# HOST are assumed.
-NEAR, FAR, COPIES = 300e9, 50e9, 730e9
+# (strong scaling, two GPUs 5.9 ms, four 7.1; four, weak scaling, 14.6; of the model: 6.0, 7.7, 13.5). FAR, FAR_LATENCY
+# and HOST are assumed.
+NEAR, FAR, COPIES = 300e9, 50e9, 320e9
 HOST = 8  # GPUs
-LATENCY, FAR_LATENCY = 30e-6, 40e-6
+LATENCY, FAR_LATENCY = 15e-6, 40e-6
 
 
 @dataclass(frozen=True)
