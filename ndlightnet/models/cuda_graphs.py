@@ -22,10 +22,14 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def capture(
-    call: Callable[[], T], warm_up: Callable[[], object], device: torch.device
+    call: Callable[[], T],
+    warm_up: Callable[[], object],
+    device: torch.device,
+    before: torch.cuda.CUDAGraph | None = None,
 ) -> tuple[torch.cuda.CUDAGraph, T]:
     """Return a CUDA graph of a call, and its result, which every replay overwrites. `warm_up` runs before, three
-    times: kernels compile and workspaces are made outside a capture."""
+    times: kernels compile and workspaces are made outside a capture. before: a graph that is always replayed before
+    this one, whose memory it reads and shares."""
     graph, current, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), _stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
@@ -33,7 +37,8 @@ def capture(
             warm_up()
     gc.collect()  # freeing an old graph while this one is captured would end the capture
     # what other threads do meanwhile, such as pinning memory, would end a "global" capture
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    pool = None if before is None else before.pool()
+    with torch.cuda.graph(graph, pool, stream=stream, capture_error_mode="thread_local"):
         result = call()
     current.wait_stream(stream)
     return graph, result

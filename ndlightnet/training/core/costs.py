@@ -198,7 +198,6 @@ def forward_flops(net: nn.Module, shape: Sequence[int]) -> int | None:
     all networks are counted alike, and at any shape. None for a network whose forward needs the values of tensors.
     """
     copy = deepcopy(net)
-    vars(copy).pop("forward", None)  # a CUDA graph's, which calls the original
     copy.cpu().eval()
     for module in copy.modules():
         if hasattr(module, "impl"):

@@ -18,6 +18,7 @@ from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.sampling import mixed, replica, share_samples
 from ndlightnet.inference import OutOfCore
 from ndlightnet.parallel import Processes, Shard, activated
+from ndlightnet.training.core.captured import Captured
 from ndlightnet.training.core.checkpoints import describe, load_initial, some_of
 from ndlightnet.training.core.costs import CostMonitor
 from ndlightnet.training.core.optim import adamw_with_cosine
@@ -111,7 +112,8 @@ class Task(L.LightningModule):
         # not registered as a submodule: a checkpoint holds one network
         vars(self)["predictor"] = OutOfCore(net) if out_of_core else net
         vars(self)["called"] = net
-        self.graphed: list[torch.Size] = []  # shapes of the inputs of the CUDA graph
+        self.captured: Captured | None = None  # with `cuda_graph`
+        self.replayed = False  # whether the last batch was replayed
         self.ungraphed = False  # whether a batch of other shapes has been noted
         if grad_checkpointing:
             checkpoint_blocks(net)
@@ -122,12 +124,15 @@ class Task(L.LightningModule):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call `called` as training does: compiled or from a graph, if so configured."""
-        if self.graphed and self.training and [x.shape for x in inputs] != self.graphed:
+        if self.captured is not None and self.training:
+            shapes = [x.shape for x in inputs]
+            self.replayed = shapes == self.captured.shapes
+            if self.replayed:
+                return self.captured(*inputs)
             if not self.ungraphed:
                 self.ungraphed = True
-                got, graphed = ([tuple(x) for x in shapes] for shapes in ([x.shape for x in inputs], self.graphed))
+                got, graphed = ([tuple(x) for x in each] for each in (shapes, self.captured.shapes))
                 log([f"model.cuda_graph: a batch of {got} runs without the graph, which is of {graphed}"])
-            return type(self.called).forward(self.called, *inputs, **named)  # the instance's is the graph's
         if self.compiles and "compiled" not in vars(self):
             # not registered as a submodule, or the checkpoint would hold all parameters twice
             vars(self)["compiled"] = torch.compile(self.called)
@@ -232,18 +237,36 @@ class Task(L.LightningModule):
         if self.trainer.world_size > 1:  # DDP has wrapped the network, which has to be captured before
             log_rank_zero(["model.cuda_graph: several devices train without the graph"])
             return
+        self._capture(inputs)
+
+    def _capture(self, inputs: Any) -> None:
         precision = self.trainer.precision_plugin
         inputs = precision.convert_input(inputs)
         with precision.forward_context():
-            kind, autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+            kind, autocast = torch.get_autocast_dtype(self.device.type), torch.is_autocast_enabled(self.device.type)
+
+        def call(*inputs: Tensor) -> Any:
+            # a weight cast before the capture would not be cast again in the replays
+            with torch.autocast(self.device.type, kind, autocast, cache_enabled=False):
+                return self.called(*inputs)
+
         buffers = {buffer: buffer.clone() for buffer in self.called.buffers()}
-        # a weight cast before the capture would not be cast again in the replays
-        with torch.autocast("cuda", kind, autocast, cache_enabled=False):
-            # unused: such as a head beside a loss of features
-            torch.cuda.make_graphed_callables(self.called.train(), inputs, allow_unused_input=True)
+        self.captured = Captured(self.called.train(), call, inputs)
         for buffer, value in buffers.items():  # such as the means of a batch norm
             buffer.copy_(value)
-        self.graphed = [x.shape for x in inputs]
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Leave gradients that the next backward overwrites."""
+        if not self.replayed:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        if self.captured is not None and self.replayed and gradient_clip_val and gradient_clip_algorithm != "value":
+            self.captured.clip(gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def log(self, name: str, value: Any, prog_bar: bool = False, *args: Any, **options: Any) -> None:
         """Log a value as Lightning does; of those in the progress bar, training on a GPU logs the first step, those

@@ -10,6 +10,7 @@ from torch import nn
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import ImageTask, SegmentationTask, SignalTask, VideoTask
+from ndlightnet.training.core import task as core_task
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.segmentation.volume_data import VolumeData
 
@@ -89,24 +90,27 @@ class OnACard(Task):
 
 
 def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch, capsys):
-    captured = []
+    modes = []
 
-    def capture(net, inputs, allow_unused_input):
-        captured.append((net, net.training, [x.shape for x in inputs]))
-        net(*inputs)  # warms up
-        assert not torch.is_autocast_cache_enabled()
-        plain = net.forward  # the graph's is of one shape, and of training
-        net.forward = lambda x: torch.full((2, 1), 7.0) if net.training else plain(x)
+    class Graphs:
+        def __init__(self, net, call, inputs):
+            modes.append(net.training)
+            self.shapes = [x.shape for x in inputs]
+            call(*inputs)  # warms up
 
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+        def __call__(self, x):
+            return torch.full((2, 1), 7.0)
+
+    monkeypatch.setattr(core_task, "Captured", Graphs)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     net = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)).eval()
+    net[0].register_forward_hook(lambda *_: modes.append(torch.is_autocast_cache_enabled()))
     task = OnACard(net, cuda_graph=True)
     task._trainer = SimpleNamespace(  # type: ignore[assignment]
         world_size=1, accumulate_grad_batches=1, precision_plugin=MixedPrecision("bf16-mixed", "cpu")
     )
     task.on_fit_start()
-    assert captured == [(net, True, [(2, 3)])]
+    assert modes == [True, False]
     assert net[1].running_mean == 0 and net[1].num_batches_tracked == 0
     assert (task(torch.ones(2, 3)) == 7).all() and not capsys.readouterr().err
     for _ in range(2):
@@ -114,9 +118,9 @@ def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch
     (note,) = capsys.readouterr().err.splitlines()
     assert note == "note: model.cuda_graph: a batch of [(3, 3)] runs without the graph, which is of [(2, 3)]"
     assert task.eval()(torch.ones(1, 3)).shape == (1, 1)
-    task.trainer.world_size = 2
+    captured, task.trainer.world_size = task.captured, 2
     task.on_fit_start()
-    assert len(captured) == 1 and capsys.readouterr().err.endswith("several devices train without the graph\n")
+    assert task.captured is captured and capsys.readouterr().err.endswith("several devices train without the graph\n")
     task.trainer.accumulate_grad_batches = 4
     with pytest.raises(DataError, match="expected false with accumulate_grad_batches=4"):
         task.on_fit_start()

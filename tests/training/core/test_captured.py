@@ -1,0 +1,138 @@
+"""Training with a CUDA graph of its forward and one of its backward, which are called here instead of replayed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from ndlightnet.training import TextData, TextTask, run
+from ndlightnet.training.core import captured
+from ndlightnet.training.core.captured import Captured
+
+
+@pytest.fixture(autouse=True)
+def called_instead(monkeypatch):
+    def capture(call, warm_up, device, before=None):
+        for _ in range(3):
+            warm_up()
+        call()
+        return SimpleNamespace(replay=torch.enable_grad()(call)), None
+
+    monkeypatch.setattr(captured, "capture", capture)
+
+
+class Net(nn.Module):
+    """Two outputs, one that needs no gradient; a frozen layer and one that is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x):
+        hidden = self.first(self.frozen(x)).tanh()
+        return [self.second(hidden), {"hidden": hidden, "sizes": x.sum(1)}]
+
+
+def loss_of(outputs, x):
+    y, others = outputs
+    assert not others["sizes"].requires_grad and torch.equal(others["sizes"], x.sum(1))
+    return y.square().mean() + others["hidden"].mean()
+
+
+def gradients(net, call, batches):
+    grads = []
+    for x in batches:
+        loss = loss_of(call(x), x)
+        loss.backward()
+        grads.append([loss.detach(), *(None if p.grad is None else p.grad.clone() for p in net.parameters())])
+        yield grads[-1]
+
+
+def test_gradients_are_those_of_the_module():
+    net, batches = Net(), torch.randn(3, 5, 3)
+    replays = Captured(net, net, [torch.zeros(5, 3)])
+    assert all(p.grad is None for p in net.parameters())
+    ours = list(gradients(net, replays, batches))  # each overwrites those of the batch before
+    for mine, x in zip(ours, batches, strict=True):
+        net.zero_grad()
+        (expected,) = gradients(net, net, [x])
+        for a, b in zip(mine, expected, strict=True):
+            assert a is b is None or torch.equal(a, b)
+
+
+def test_gradients_that_others_left_are_gone():
+    net, x = Net(), torch.randn(5, 3)
+    net.unused.weight.grad = torch.ones(2, 2)
+    loss_of(Captured(net, net, [torch.zeros(5, 3)])(x), x).backward()
+    assert net.unused.weight.grad is None
+
+
+@pytest.mark.parametrize("norm", [0.1, 100.0])
+def test_clipping(norm):
+    """Of parameters of two dtypes."""
+    net, x = Net(), torch.randn(5, 3)
+    net.second.double()
+    plain = lambda x: (lambda h: [net.second(h.double()), {"hidden": h, "sizes": x.sum(1)}])(net.first(x))  # noqa: E731
+    replays = Captured(net, plain, [torch.zeros(5, 3)])
+    loss_of(replays(x), x).backward()
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    expected = [g.clone() for g in grads]
+    replays.clip(norm)
+    copies = [nn.Parameter(torch.zeros_like(g)) for g in expected]
+    for p, g in zip(copies, expected, strict=True):
+        p.grad = g
+    before = nn.utils.clip_grad_norm_(copies, norm)
+    assert (before > norm) == (norm < 1) and len(grads) == 4
+    torch.testing.assert_close(grads, expected)
+
+
+class Uneven(TextTask):
+    """Its second batch is smaller."""
+
+    def training_step(self, batch, number):
+        return super().training_step(batch[:4] if number == 1 else batch, number)
+
+
+class Replayed(Uneven):
+    def on_fit_start(self):
+        super().on_fit_start()
+        self._capture(self.example_inputs())
+        self.which = []
+
+    def on_before_optimizer_step(self, optimizer):
+        self.which.append(self.replayed)
+
+    def on_fit_end(self):
+        assert self.which == [True, False, True] * 2
+
+
+CONFIG = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 2, gradient_clip_val: 0.3, precision: bf16-mixed, log_every_n_steps: 1,
+          enable_progress_bar: false, enable_model_summary: false}
+model:
+  cuda_graph: true
+  net: {class_path: ndlightnet.NDLightNet, init_args: {dims: 1, vocab_size: 256, causal: true, embed_dim: 16, depth: 1}}
+data:
+  class_path: ndlightnet.training.TextData
+  init_args: {length: 16, windows: 24, batch_size: 8, lengths: [32], test_bytes: 64, workers: 0}
+"""
+
+
+def test_a_training_of_which_some_batches_are_smaller(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
+    weights = []
+    for task in (Uneven, Replayed):
+        config = yaml.safe_load(CONFIG)
+        config["trainer"]["default_root_dir"] = str(tmp_path / task.__name__)
+        config["data"]["init_args"]["root"] = str(tmp_path / "text")
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(config))
+        assert run(task, TextData, file, arguments=["fit", "--config", str(file)]) == 0
+        saved = torch.load(tmp_path / task.__name__ / "checkpoints" / "last.ckpt", weights_only=True)
+        weights.append(saved["state_dict"])
+    assert "a batch of [(4, 17)] runs without the graph, which is of [(8, 17)]" in capsys.readouterr().err
+    torch.testing.assert_close(*weights)
