@@ -72,16 +72,14 @@ class _AddProducts(torch.autograd.Function):
 
         ctx.save_for_backward(weight, first, last)
         ctx.mark_dirty(y)
-        ctx.dim, ctx.shape, along = dim, shape, [offset[dim - 1] for offset in offsets]
-        ctx.spans = [
-            [(along.index(span.steps), span) for span in spans(along, side.shape[dim], shape[dim], before)]
-            if y.numel()
-            else []
-            for side, before in ((first, True), (last, False))
-        ]
-        for side, given in zip((first, last), ctx.spans, strict=True):
-            for tap, (_, read, at, count) in given:
-                kernels.add(_rows(side, dim, read, count), _rows(y.view(shape), dim, at, count), weight[tap])
+        along = [offset[dim - 1] for offset in offsets]
+        ctx.dim, ctx.shape, ctx.products = dim, shape, []  # of each side: the tap, and the span, of a product
+        for side, before in ((first, True), (last, False)):
+            within = spans(along, side.shape[dim], shape[dim], before) if y.numel() else ()
+            ctx.products.append([(along.index(span.steps), span) for span in within])
+            for tap, span in ctx.products[-1]:
+                x, out = _rows(side, dim, span.read, span.length), _rows(y.view(shape), dim, span.at, span.length)
+                kernels.add(x, out, weight[tap])
         return y
 
     @staticmethod
@@ -92,12 +90,12 @@ class _AddProducts(torch.autograd.Function):
         weight, *sides = ctx.saved_tensors
         dcells, dim = dy.contiguous().view(ctx.shape), ctx.dim
         dweight, dsides = torch.zeros_like(weight), in_a_row(sides[0], [side.shape for side in sides])
-        for side, dside, given in zip(sides, dsides, ctx.spans, strict=True):
-            whole = bool(given) and given[0][1].length == side.shape[dim]  # the longest span writes all planes
+        for side, dside, products in zip(sides, dsides, ctx.products, strict=True):
+            whole = bool(products) and products[0][1].length == side.shape[dim]  # the longest span has all planes
             if not whole:
                 dside.zero_()
-            for i, (tap, (_, read, at, count)) in enumerate(given):
-                rows = (_rows(z, dim, first, count) for z, first in ((dcells, at), (side, read), (dside, read)))
-                dout, x, dx = rows
-                dweight[tap] = kernels.gradients(dout, x, weight[tap], dx, bool(i) or not whole)[0]
+            for i, (tap, span) in enumerate(products):
+                dout = _rows(dcells, dim, span.at, span.length)
+                x, dx = (_rows(z, dim, span.read, span.length) for z in (side, dside))
+                dweight[tap] = kernels.gradients(dout, x, weight[tap], dx, more=i > 0 or not whole)[0]
         return dy, dweight, *dsides, None, None, None
