@@ -1,4 +1,4 @@
-"""Planes that are added in their place to those at the edge of a slab: what its neighbours give to it.
+"""Planes that are added to those at the edge of a slab: what its neighbours give to it.
 
 Tensors are (outer, rows, dim) at any distances of samples and rows, with dense channels: planes along any axis of a
 contiguous grid are.
@@ -17,7 +17,7 @@ from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.sums import sum_rows
 from ndlightnet_kernels.tiles import cdiv, form, power_of_2, scratch
 
-NUMBERS, CHANNELS, WARPS = 2048, 128, 4  # of a tile; of channels at most
+NUMBERS, CHANNELS, WARPS = 2048, 128, 4  # a tile has so many numbers, of so many channels at most
 PROGRAMS = 1056  # of the gradients, a constant, for the same bits on every card
 
 

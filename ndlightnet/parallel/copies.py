@@ -36,7 +36,7 @@ def add(x: Tensor, place: Tensor, dim: int) -> None:
 def _has_kernel(x: Tensor, place: Tensor) -> bool:
     if x.device.type not in DEVICES or x.numel() == 0 or not {x.dtype, place.dtype} <= {*ADDED}:
         return False
-    return not device_reason(x.device)
+    return not torch.is_grad_enabled() and not device_reason(x.device)  # autograd does not see a kernel
 
 
 def _rows(x: Tensor, dim: int) -> Tensor | None:

@@ -132,7 +132,7 @@ def in_a_row(like: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def _joined(xs: Sequence[Tensor]) -> Tensor:
-    """Return the numbers of tensors one after the other; without a copy of those of `in_a_row`."""
+    """Return the numbers of tensors one after the other: where they lie so, as those of `in_a_row`, a view."""
     if all(x.is_contiguous() for x in xs):
         ends = [(x.untyped_storage().data_ptr(), x.storage_offset() + x.numel()) for x in xs[:-1]]
         if ends == [(x.untyped_storage().data_ptr(), x.storage_offset()) for x in xs[1:]]:

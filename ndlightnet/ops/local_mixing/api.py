@@ -131,8 +131,8 @@ def begin_sides(
         (first, last), shape = received(), (*cells.shape[:-1], y.shape[-1])
         if products:
             return sides.add_products(y, weight.to(accumulator(y)), (first, last), offsets, dim, shape)
-        some = [min(n, shape[dim]) for n in (before, after)]
-        return add_planes(y, beside(first, some[0], True), beside(last, some[1], False), dim, shape)
+        reach = [min(n, shape[dim]) for n in (before, after)]
+        return add_planes(y, beside(first, reach[0], True), beside(last, reach[1], False), dim, shape)
 
     return grid.flatten(cells), add_sides
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,7 @@ from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.sampling import mixed, replica, share_samples
 from ndlightnet.inference import OutOfCore
 from ndlightnet.parallel import Processes, Shard, activated
-from ndlightnet.training.core.captured import Captured
+from ndlightnet.training.core.captured_call import CapturedCall
 from ndlightnet.training.core.checkpoints import describe, load_initial, some_of
 from ndlightnet.training.core.costs import CostMonitor
 from ndlightnet.training.core.optim import adamw_with_cosine
@@ -44,7 +45,8 @@ class Task(L.LightningModule):
         compile: training runs the network through torch.compile.
         cuda_graph: training on one GPU replays what it calls, forward and backward, from a CUDA graph:
             small networks take more time in Python than on the GPU. Batches of another shape than most
-            run without it. Not with accumulation and options that save memory.
+            run without it. `training_step` makes one call, whose gradients are all. Not with accumulation
+            and options that save memory.
         init: checkpoint of another training, such as one of `pretrain`, whose weights of the
             network a `fit` begins with, as far as they fit; a line names the others.
         grad_checkpointing: training stores only the inputs of blocks and computes the rest again in
@@ -112,7 +114,7 @@ class Task(L.LightningModule):
         # not registered as a submodule: a checkpoint holds one network
         vars(self)["predictor"] = OutOfCore(net) if out_of_core else net
         vars(self)["called"] = net
-        self.captured: Captured | None = None  # with `cuda_graph`
+        self.captured: CapturedCall | None = None  # with `cuda_graph`
         self.replayed = False  # whether the last batch was replayed
         self.ungraphed = False  # whether a batch of other shapes has been noted
         if grad_checkpointing:
@@ -126,13 +128,13 @@ class Task(L.LightningModule):
         """Call `called` as training does: compiled or from a graph, if so configured."""
         if self.captured is not None and self.training:
             shapes = [x.shape for x in inputs]
-            self.replayed = shapes == self.captured.shapes
+            self.replayed = shapes == self.captured.shapes and not named
             if self.replayed:
                 return self.captured(*inputs)
             if not self.ungraphed:
                 self.ungraphed = True
-                got, graphed = ([tuple(x) for x in each] for each in (shapes, self.captured.shapes))
-                log([f"model.cuda_graph: a batch of {got} runs without the graph, which is of {graphed}"])
+                batch, graphed = ([tuple(x) for x in each] for each in (shapes, self.captured.shapes))
+                log([f"model.cuda_graph: a batch of {batch} runs without the graph, which is of {graphed}"])
         if self.compiles and "compiled" not in vars(self):
             # not registered as a submodule, or the checkpoint would hold all parameters twice
             vars(self)["compiled"] = torch.compile(self.called)
@@ -225,6 +227,7 @@ class Task(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Capture `called` in a CUDA graph, if so configured."""
+        self.captured, self.replayed = None, False
         if not self.cuda_graph:
             return
         inputs = self.example_inputs()
@@ -234,8 +237,9 @@ class Task(L.LightningModule):
         check("model.cuda_graph", "true", count == 1, f"false with accumulate_grad_batches={count}")
         if self.device.type != "cuda":
             return
-        if self.trainer.world_size > 1:  # DDP has wrapped the network, which has to be captured before
-            log_rank_zero(["model.cuda_graph: several devices train without the graph"])
+        strategy = type(self.trainer.strategy)
+        if issubclass(strategy, ParallelStrategy):  # whose backward is where gradients are exchanged
+            log_rank_zero([f"model.cuda_graph: {strategy.__name__} trains without the graph"])
             return
         self._capture(inputs)
 
@@ -251,9 +255,15 @@ class Task(L.LightningModule):
                 return self.called(*inputs)
 
         buffers = {buffer: buffer.clone() for buffer in self.called.buffers()}
-        self.captured = Captured(self.called.train(), call, inputs)
+        self.captured = CapturedCall(self.called.train(), call, inputs)
         for buffer, value in buffers.items():  # such as the means of a batch norm
             buffer.copy_(value)
+
+    def on_fit_end(self) -> None:
+        self.captured, self.replayed = None, False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.replayed = False
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Leave gradients that the next backward overwrites."""

@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from ndlightnet.data.errors import DataError
@@ -101,13 +102,13 @@ def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch
         def __call__(self, x):
             return torch.full((2, 1), 7.0)
 
-    monkeypatch.setattr(core_task, "Captured", Graphs)
+    monkeypatch.setattr(core_task, "CapturedCall", Graphs)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     net = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)).eval()
     net[0].register_forward_hook(lambda *_: modes.append(torch.is_autocast_cache_enabled()))
     task = OnACard(net, cuda_graph=True)
     task._trainer = SimpleNamespace(  # type: ignore[assignment]
-        world_size=1, accumulate_grad_batches=1, precision_plugin=MixedPrecision("bf16-mixed", "cpu")
+        strategy=None, accumulate_grad_batches=1, precision_plugin=MixedPrecision("bf16-mixed", "cpu")
     )
     task.on_fit_start()
     assert modes == [True, False]
@@ -118,9 +119,9 @@ def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch
     (note,) = capsys.readouterr().err.splitlines()
     assert note == "note: model.cuda_graph: a batch of [(3, 3)] runs without the graph, which is of [(2, 3)]"
     assert task.eval()(torch.ones(1, 3)).shape == (1, 1)
-    captured, task.trainer.world_size = task.captured, 2
+    task.trainer.strategy = DDPStrategy()
     task.on_fit_start()
-    assert task.captured is captured and capsys.readouterr().err.endswith("several devices train without the graph\n")
+    assert task.captured is None and capsys.readouterr().err.endswith("DDPStrategy trains without the graph\n")
     task.trainer.accumulate_grad_batches = 4
     with pytest.raises(DataError, match="expected false with accumulate_grad_batches=4"):
         task.on_fit_start()

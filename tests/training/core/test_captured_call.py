@@ -8,8 +8,8 @@ import yaml
 from torch import nn
 
 from ndlightnet.training import TextData, TextTask, run
-from ndlightnet.training.core import captured
-from ndlightnet.training.core.captured import Captured
+from ndlightnet.training.core import captured_call
+from ndlightnet.training.core.captured_call import CapturedCall
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def called_instead(request, monkeypatch):
         return SimpleNamespace(replay=torch.enable_grad()(call)), None
 
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(captured, "capture", capture)
+        monkeypatch.setattr(captured_call, "capture", capture)
 
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="expected a GPU")]
@@ -59,7 +59,7 @@ def gradients(net, call, batches):
 @devices
 def test_gradients_are_those_of_the_module(device):
     net, batches = Net().to(device), torch.randn(3, 5, 3, device=device)
-    replays = Captured(net, net, [torch.zeros(5, 3, device=device)])
+    replays = CapturedCall(net, net, [torch.zeros(5, 3, device=device)])
     assert all(p.grad is None for p in net.parameters())
     net.unused.weight.grad = torch.ones(2, 2, device=device)  # of an earlier batch that was not replayed
     ours = list(gradients(net, replays, batches))  # each overwrites those of the batch before
@@ -80,11 +80,22 @@ def test_random_numbers_and_the_dtype_of_autocast(device):
         with torch.autocast(device, torch.bfloat16, cache_enabled=False):
             return net(x)
 
-    replays, x = Captured(net, call, [torch.zeros(8, 64, device=device)]), torch.ones(8, 64, device=device)
+    replays, x = CapturedCall(net, call, [torch.zeros(8, 64, device=device)]), torch.ones(8, 64, device=device)
     first, second = replays(x).clone(), replays(x).clone()
     assert first.dtype == torch.bfloat16 and not torch.equal(first == 0, second == 0)
     replays(x).sum().backward()
     assert net[0].weight.grad.dtype == torch.float32 and kinds and not any(kinds)
+
+
+@devices
+def test_gradients_lie_as_their_parameters_do(device):
+    """And begin where kernels read several numbers at once."""
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 4, 3)).to(device, memory_format=torch.channels_last)
+    replays = CapturedCall(net, net, [torch.zeros(2, 3, 8, 8, device=device)])
+    replays(torch.ones(2, 3, 8, 8, device=device)).sum().backward()
+    for p in net.parameters():
+        assert p.grad.stride() == p.stride() and p.grad.data_ptr() % 16 == 0
+    assert net[0].weight.grad.abs().min() > 0
 
 
 @devices
@@ -98,7 +109,7 @@ def test_clipping(device, norm):
         hidden = net.first(x)
         return [net.second(hidden.double()), {"hidden": hidden, "sizes": x.sum(1)}]
 
-    replays = Captured(net, call, [torch.zeros(5, 3, device=device)])
+    replays = CapturedCall(net, call, [torch.zeros(5, 3, device=device)])
     loss_of(replays(x), x).backward()
     grads = [p.grad for p in net.parameters() if p.grad is not None]
     expected = [g.clone() for g in grads]
@@ -112,10 +123,10 @@ def test_clipping(device, norm):
 
 
 class Uneven(TextTask):
-    """Its second batch is smaller."""
+    """Its second batch is smaller, its fourth has no loss."""
 
     def training_step(self, batch, number):
-        return super().training_step(batch[:4] if number == 1 else batch, number)
+        return super().training_step(batch[:4] if number == 1 else batch, number) if number < 3 else None
 
 
 class Replayed(Uneven):
@@ -128,7 +139,9 @@ class Replayed(Uneven):
         self.which.append(self.replayed)
 
     def on_fit_end(self):
-        assert self.which == [True, False, True] * 2
+        assert self.which == [True, False, True, False] * 2
+        super().on_fit_end()
+        assert self.captured is None
 
 
 CONFIG = """
@@ -140,7 +153,7 @@ model:
   net: {class_path: ndlightnet.NDLightNet, init_args: {dims: 1, vocab_size: 256, causal: true, embed_dim: 16, depth: 1}}
 data:
   class_path: ndlightnet.training.TextData
-  init_args: {length: 16, windows: 24, batch_size: 8, lengths: [32], test_bytes: 64, workers: 0}
+  init_args: {length: 16, windows: 32, batch_size: 8, lengths: [32], test_bytes: 64, workers: 0}
 """
 
 
