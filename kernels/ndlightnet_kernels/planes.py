@@ -7,6 +7,7 @@ contiguous grid are.
 # mypy: disable-error-code="assignment"
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import triton
@@ -93,16 +94,24 @@ def _gradients(
     tl.store(partial + tl.program_id(0) * DIM + col, tl.sum(total, 0), in_dim)
 
 
-def _sizes(x: Tensor) -> dict[str, Any]:
+def rows(x: Tensor, dim: int) -> Tensor:
+    """Return planes along `dim` as (outer, rows, dim of a row), a view."""
+    return x.view(math.prod(x.shape[:dim]), math.prod(x.shape[dim:-1]), x.shape[-1])
+
+
+def _arguments(**tensors: Tensor) -> dict[str, Any]:
+    """Return the arguments of a kernel that follow from its tensors (outer, rows, dim), without its grid."""
+    x = tensors["x"]
     block = min(power_of_2(x.shape[2]), CHANNELS)
-    return {"DIM": x.shape[2], "ROWS": NUMBERS // block, "BLOCK": block, "num_warps": WARPS}
+    steps = {f"{name}_outer": z.stride(0) for name, z in tensors.items()}
+    steps |= {f"{name}_row": z.stride(1) for name, z in tensors.items()}
+    sizes = {"count": x.shape[0] * x.shape[1], "rows": x.shape[1], "DIM": x.shape[2]}
+    return {**sizes, **steps, "ROWS": NUMBERS // block, "BLOCK": block, "num_warps": WARPS}
 
 
 def _plan(x: Tensor, out: Tensor) -> Launch:
-    sizes, count = _sizes(x), x.shape[0] * x.shape[1]
-    grid = cdiv(count, sizes["ROWS"]), cdiv(sizes["DIM"], sizes["BLOCK"])
-    steps = dict(zip(("x_outer", "x_row", "out_outer", "out_row"), (*x.stride()[:2], *out.stride()[:2]), strict=True))
-    return Launch(_add, grid, count=count, rows=x.shape[1], **steps, **sizes)
+    a = _arguments(x=x, out=out)
+    return Launch(_add, (cdiv(a["count"], a["ROWS"]), cdiv(a["DIM"], a["BLOCK"])), **a)
 
 
 def add(x: Tensor, out: Tensor, weight: Tensor | None = None) -> None:
@@ -112,17 +121,11 @@ def add(x: Tensor, out: Tensor, weight: Tensor | None = None) -> None:
 
 
 def _gradients_plan(dout: Tensor, x: Tensor, dx: Tensor, more: bool) -> tuple[Launch, int]:
-    sizes, count = _sizes(x), x.shape[0] * x.shape[1]
-    tiles, blocks = cdiv(count, sizes["ROWS"]), cdiv(sizes["DIM"], sizes["BLOCK"])
+    a = _arguments(dout=dout, x=x, dx=dx)
+    tiles, blocks = cdiv(a["count"], a["ROWS"]), cdiv(a["DIM"], a["BLOCK"])
     each = cdiv(tiles, max(1, PROGRAMS // blocks))
     slots = cdiv(tiles, each)
-    steps = {
-        f"{name}_{along}": step
-        for name, z in (("dout", dout), ("x", x), ("dx", dx))
-        for along, step in zip(("outer", "row"), z.stride(), strict=False)
-    }
-    rows = {"count": count, "rows": x.shape[1], "each": each}
-    return Launch(_gradients, (slots, blocks), **rows, **steps, **sizes, MORE=more), slots
+    return Launch(_gradients, (slots, blocks), **a, each=each, MORE=more), slots
 
 
 def gradients(dout: Tensor, x: Tensor, weight: Tensor, dx: Tensor, more: bool) -> Tensor:

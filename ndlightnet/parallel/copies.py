@@ -3,7 +3,6 @@ whole numbers of 16 bytes are copied as such, which are fewer, and a kernel of o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,27 +23,25 @@ def copy(x: Tensor, place: Tensor) -> None:
 
 def add(x: Tensor, place: Tensor, dim: int) -> None:
     """Add x to `place`, a part along `dim` of a larger tensor."""
-    rows = [_rows(y, dim) for y in (x, place)] if _has_kernel(x, place) else [None]
-    if None in rows:
-        place.add_(x)
-    else:
+    if _has_kernel(x, place):
         from ndlightnet_kernels import planes
 
-        planes.add(*rows)
+        try:
+            rows = planes.rows(x, dim), planes.rows(place, dim)
+        except RuntimeError:  # no rows at one distance
+            pass
+        else:
+            planes.add(*rows)
+            return
+    place.add_(x)
 
 
 def _has_kernel(x: Tensor, place: Tensor) -> bool:
     if x.device.type not in DEVICES or x.numel() == 0 or not {x.dtype, place.dtype} <= {*ADDED}:
         return False
+    if x.stride(-1) != 1 or place.stride(-1) != 1:
+        return False
     return not torch.is_grad_enabled() and not device_reason(x.device)  # autograd does not see a kernel
-
-
-def _rows(x: Tensor, dim: int) -> Tensor | None:
-    """Return x as (outer, rows, last axis), if that is a view of it with a dense last axis."""
-    try:
-        return x.view(math.prod(x.shape[:dim]), math.prod(x.shape[dim:-1]), x.shape[-1]) if x.stride(-1) == 1 else None
-    except RuntimeError:
-        return None
 
 
 def cat(parts: Sequence[Sequence[Tensor]], dim: int) -> Tensor:

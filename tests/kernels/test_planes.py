@@ -19,8 +19,8 @@ def rounded(dtype, result, *terms):
 
 def part(dtype, outer, rows, dim):
     """Rows of some channels of a larger tensor, and all of it."""
-    whole = torch.randn(outer, rows + 3, 2 * dim + 1, device=DEVICE).to(dtype)
-    return whole[:, 2 : 2 + rows, dim : 2 * dim], whole
+    larger = torch.randn(outer, rows + 3, 2 * dim + 1, device=DEVICE).to(dtype)
+    return larger[:, 2 : 2 + rows, dim : 2 * dim], larger
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -28,14 +28,14 @@ def part(dtype, outer, rows, dim):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_add(shape, dtype, weighted):
     """Off by the rounding of the product, of the sum, and of the result; nothing beside is written."""
-    (out, whole), x = part(dtype, *shape), part(dtype, *shape)[0]
+    (out, larger), x = part(dtype, *shape), part(dtype, *shape)[0]
     weight = torch.randn(shape[2], device=DEVICE) if weighted else None
     product = x.double() * (1 if weight is None else weight.double())
-    expected, before = out.double() + product, whole.clone()
+    expected, before = out.double() + product, larger.clone()
     planes.add(x, out, weight)
     assert ((out - expected).abs() <= rounded(dtype, expected, product, expected)).all()
     out.copy_(before[:, 2 : 2 + shape[1], shape[2] : 2 * shape[2]])
-    assert torch.equal(whole, before)
+    assert torch.equal(larger, before)
 
 
 @pytest.mark.usefixtures("poison")

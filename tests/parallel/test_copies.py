@@ -39,19 +39,19 @@ def test_add(dtype, kernel, dim, permuted, monkeypatch):
     """Of the edge of a grid along an axis, some channels of it. Axes in another order have no rows at one distance."""
     calls, add = [], planes.add
     monkeypatch.setattr(planes, "add", lambda *xs: (calls.append(xs), add(*xs)))
-    whole, x = rows(dtype, 2, 4, 3, 5, 12), rows(dtype, 2, 4, 3, 5, 12)[..., :4].narrow(dim, 0, 2)
+    larger, x = rows(dtype, 2, 4, 3, 5, 12), rows(dtype, 2, 4, 3, 5, 12)[..., :4].narrow(dim, 0, 2)
     if permuted:
-        whole = whole.transpose(2, 3).contiguous().transpose(2, 3)
-    expected = whole.clone()
+        larger = larger.transpose(2, 3).contiguous().transpose(2, 3)
+    expected = larger.clone()
     expected[..., 4:8].narrow(dim, 1, 2).add_(x)
     with torch.no_grad():
-        copies.add(x, whole[..., 4:8].narrow(dim, 1, 2), dim)
+        copies.add(x, larger[..., 4:8].narrow(dim, 1, 2), dim)
     rtol = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0  # the interpreter rounds it otherwise
-    torch.testing.assert_close(whole, expected, rtol=rtol, atol=0)
+    torch.testing.assert_close(larger, expected, rtol=rtol, atol=0)
     assert bool(calls) == (kernel and not permuted)
-    copies.add(x[:0], whole[:0, ..., 4:8].narrow(dim, 1, 2), dim)
+    copies.add(x[:0], larger[:0, ..., 4:8].narrow(dim, 1, 2), dim)
     calls.clear()
-    copies.add(x, whole[..., 4:8].narrow(dim, 1, 2), dim)
+    copies.add(x, larger[..., 4:8].narrow(dim, 1, 2), dim)
     assert not calls  # of which autograd would know nothing
 
 

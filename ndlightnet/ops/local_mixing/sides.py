@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -52,10 +51,6 @@ def add_products(
     return out
 
 
-def _rows(x: Tensor, dim: int, start: int, count: int) -> Tensor:
-    return x.narrow(dim, start, count).view(math.prod(x.shape[:dim]), -1, x.shape[-1])
-
-
 class _AddProducts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -78,8 +73,8 @@ class _AddProducts(torch.autograd.Function):
             within = spans(along, side.shape[dim], shape[dim], before) if y.numel() else ()
             ctx.products.append([(along.index(span.steps), span) for span in within])
             for tap, span in ctx.products[-1]:
-                x, out = _rows(side, dim, span.read, span.length), _rows(y.view(shape), dim, span.at, span.length)
-                kernels.add(x, out, weight[tap])
+                read, at = side.narrow(dim, span.read, span.length), y.view(shape).narrow(dim, span.at, span.length)
+                kernels.add(kernels.rows(read, dim), kernels.rows(at, dim), weight[tap])
         return y
 
     @staticmethod
@@ -91,11 +86,11 @@ class _AddProducts(torch.autograd.Function):
         dcells, dim = dy.contiguous().view(ctx.shape), ctx.dim
         dweight, dsides = torch.zeros_like(weight), in_a_row(sides[0], [side.shape for side in sides])
         for side, dside, products in zip(sides, dsides, ctx.products, strict=True):
-            whole = bool(products) and products[0][1].length == side.shape[dim]  # the longest span has all planes
-            if not whole:
+            covered = bool(products) and products[0][1].length == side.shape[dim]  # by the longest span
+            if not covered:
                 dside.zero_()
             for i, (tap, span) in enumerate(products):
-                dout = _rows(dcells, dim, span.at, span.length)
-                x, dx = (_rows(z, dim, span.read, span.length) for z in (side, dside))
-                dweight[tap] = kernels.gradients(dout, x, weight[tap], dx, more=i > 0 or not whole)[0]
+                dout = kernels.rows(dcells.narrow(dim, span.at, span.length), dim)
+                x, dx = (kernels.rows(z.narrow(dim, span.read, span.length), dim) for z in (side, dside))
+                dweight[tap] = kernels.gradients(dout, x, weight[tap], dx, more=i > 0 or not covered)[0]
         return dy, dweight, *dsides, None, None, None

@@ -42,18 +42,16 @@ class Net(nn.Module):
 
 
 def loss_of(outputs, x):
-    y, others = outputs
-    assert not others["sizes"].requires_grad and torch.equal(others["sizes"], x.sum(1))
-    return y.square().mean() + others["hidden"].mean()
+    y, named = outputs
+    assert not named["sizes"].requires_grad and torch.equal(named["sizes"], x.sum(1))
+    return y.square().mean() + named["hidden"].mean()
 
 
 def gradients(net, call, batches):
-    grads = []
     for x in batches:
         loss = loss_of(call(x), x)
         loss.backward()
-        grads.append([loss.detach(), *(None if p.grad is None else p.grad.clone() for p in net.parameters())])
-        yield grads[-1]
+        yield [loss.detach(), *(None if p.grad is None else p.grad.clone() for p in net.parameters())]
 
 
 @devices
