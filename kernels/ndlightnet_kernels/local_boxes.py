@@ -31,14 +31,16 @@ class Plan(NamedTuple):
     programs: int = 0
 
 
-# Forward and backward, by the number of axes (the last one holds for more). Measured on an H200 with radius 1
+# Forward and backward, by the number of axes (the last one holds for more), for so many taps at most. Measured on an
+# H200 with radius 1
+FEW = (9, 5, 7, 9)
 PLANS = (
     (Plan((4,), 16, 4, 128), Plan((4,), 16, 4, 128, taps=9, programs=1056)),
     (Plan((4,), 16, 4, 128, 128, 2), Plan((4,), 16, 4, 64, 128, taps=9, programs=528)),
     (Plan((8,), 8, 4, 128, 128, 2), Plan((2, 4), 8, 8, 128, 128, taps=9, programs=264)),
     (Plan((2, 4), 8, 8, 128, 80, 4), Plan((2, 4), 8, 8, 128, 128, taps=9, programs=264)),
 )
-FEW, AT_ONCE = 9, 27  # taps; the second number is whose sums fit into registers
+AT_ONCE = 27  # taps whose sums fit into registers
 # For more taps, with any number of axes: up to those of a box of 3 axes, measured there; beyond
 # that by the registers and the time that the compiler takes
 MANY = Plan((2, 2, 4), 8, 8, 128, 128, 2), Plan((2, 4), 8, 4, 64, taps=AT_ONCE, programs=264)
@@ -46,8 +48,8 @@ MOST = Plan((4,), 16, 8, 64, 128, 2), Plan((4,), 8, 4, 64, taps=AT_ONCE, program
 
 
 def plan(axes: int, taps: int, backward: bool = False) -> Plan:
-    few = PLANS[min(axes, len(PLANS)) - 1]
-    return (few if taps <= FEW else MANY if taps <= AT_ONCE else MOST)[int(backward)]
+    known = min(axes, len(PLANS)) - 1
+    return (PLANS[known] if taps <= FEW[known] else MANY if taps <= AT_ONCE else MOST)[int(backward)]
 
 
 @triton.constexpr_function

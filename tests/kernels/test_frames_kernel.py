@@ -108,6 +108,7 @@ def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads):
     problem = Problem.random(case)
     leaves = [x.requires_grad_() for x in problem.leaves.values()]
     assert frames.states_outweigh_tokens(*leaves[1:3], None, 2)
+    monkeypatch.setattr(frames, "GROUP", 0)
     grouped = ours(problem, "frames", "triton")
     monkeypatch.setattr(frames, "states_outweigh_tokens", lambda *_: False)
     at_once = ours(problem, "frames", "triton")

@@ -48,6 +48,7 @@ from ndlightnet.ops.recurrence.chunks import SEGMENT, exact
 from ndlightnet.ops.recurrence.scan import before, prefix_maximum, scan
 
 MERGED = 16  # frames of a window: with fewer, an exported graph merges States, for any number of frames
+GROUP = 2**28  # bytes of the States that a GPU computes at once: in smaller groups it waits for the host
 
 
 class Tokens(NamedTuple):
@@ -255,7 +256,8 @@ def axis_causal_attention(
             if window is None and k.is_cpu and not learnt and not compiling():
                 group = max(1, SEGMENT // max(1, k.shape[0] * k.shape[2] * k.shape[3] * v.shape[3]))
             elif states_outweigh_tokens(k, v, position, size):
-                group = max(1, round(frames**0.5))
+                at_once = GROUP // max(1, k.shape[0] * k.shape[2] * state_bytes(k, v, position)) if k.is_cuda else 1
+                group = max(1, round(frames**0.5), at_once)
         if group >= frames:
             out, state = _attend(inputs, state, frames, *rules)
             return out, offset_gradient(state, position, 1) if return_state else None
@@ -291,9 +293,12 @@ def _check_frames(state: State, k: Tensor, v: Tensor, position: Position | None,
 
 def states_outweigh_tokens(k: Tensor, v: Tensor, position: Position | None, tokens: int) -> bool:
     """Return whether the State of a frame of `tokens` tokens takes more memory than its q, k, v and output."""
-    dim, value_dim = k.shape[-1], v.shape[-1]
-    state = dim * value_dim * (1 if position is None else 2) * accumulator(k).itemsize
-    return state > tokens * 2 * (dim + value_dim) * k.element_size()
+    return state_bytes(k, v, position) > tokens * 2 * (k.shape[-1] + v.shape[-1]) * k.element_size()
+
+
+def state_bytes(k: Tensor, v: Tensor, position: Position | None) -> int:
+    """Return the bytes of the memory of a head's State."""
+    return k.shape[-1] * v.shape[-1] * (1 if position is None else 2) * accumulator(k).itemsize
 
 
 def decayed(states: State, forget: float | Tensor) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,7 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
         axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
         if panel.base:
             ticks = sorted({x for line in panel.lines.values() for x in line.x})
+            ticks = [x for x in ticks if math.log2(x).is_integer()] or ticks
             ticks = ticks[:: -(-len(ticks) // 8)]
             axes.set_xscale("log", base=panel.base)
             axes.set_xticks(ticks, [short(int(n)) for n in ticks])
