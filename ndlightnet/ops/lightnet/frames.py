@@ -256,8 +256,9 @@ def axis_causal_attention(
             if window is None and k.is_cpu and not learnt and not compiling():
                 group = max(1, SEGMENT // max(1, k.shape[0] * k.shape[2] * k.shape[3] * v.shape[3]))
             elif states_outweigh_tokens(k, v, position, size):
-                at_once = GROUP // max(1, k.shape[0] * k.shape[2] * state_bytes(k, v, position)) if k.is_cuda else 1
-                group = max(1, round(frames**0.5), at_once)
+                group = max(1, round(frames**0.5))
+                if k.is_cuda and not compiling():  # what is compiled holds for any batch
+                    group = max(group, GROUP // max(1, k.shape[0] * k.shape[2] * state_bytes(k, v, position)))
         if group >= frames:
             out, state = _attend(inputs, state, frames, *rules)
             return out, offset_gradient(state, position, 1) if return_state else None
