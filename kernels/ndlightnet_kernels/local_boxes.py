@@ -31,15 +31,14 @@ class Plan(NamedTuple):
     programs: int = 0
 
 
-# Forward and backward, by the number of axes (the last one holds for more), for so many taps at most. Measured on an
-# H200 with radius 1
-FEW = (9, 5, 7, 9)
+# Forward and backward, by the number of axes (the last one holds for more). Measured on an H200 with radius 1
 PLANS = (
     (Plan((4,), 16, 4, 128), Plan((4,), 16, 4, 128, taps=9, programs=1056)),
     (Plan((4,), 16, 4, 128, 128, 2), Plan((4,), 16, 4, 64, 128, taps=9, programs=528)),
     (Plan((8,), 8, 4, 128, 128, 2), Plan((2, 4), 8, 8, 128, 128, taps=9, programs=264)),
     (Plan((2, 4), 8, 8, 128, 80, 4), Plan((2, 4), 8, 8, 128, 128, taps=9, programs=264)),
 )
+FEW = (9, 5, 7, 9)  # taps, at most, for which they are the faster ones; measured for 5, 7 on one axis, 5, 9 on two
 AT_ONCE = 27  # taps whose sums fit into registers
 # For more taps, with any number of axes: up to those of a box of 3 axes, measured there; beyond
 # that by the registers and the time that the compiler takes

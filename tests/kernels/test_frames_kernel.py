@@ -108,10 +108,17 @@ def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads):
     problem = Problem.random(case)
     leaves = [x.requires_grad_() for x in problem.leaves.values()]
     assert frames.states_outweigh_tokens(*leaves[1:3], None, 2)
+    counts, attend = [], frames._attend
+    monkeypatch.setattr(frames, "_attend", lambda *xs: (counts.append(xs[2]), attend(*xs))[1])
+    ours(problem, "frames", "triton")
+    assert counts == ([5] if DEVICE.type == "cuda" else [2, 2, 1])  # a GPU holds more States
+    counts.clear()
     monkeypatch.setattr(frames, "GROUP", 0)
     grouped = ours(problem, "frames", "triton")
+    assert counts == [2, 2, 1]
     monkeypatch.setattr(frames, "states_outweigh_tokens", lambda *_: False)
     at_once = ours(problem, "frames", "triton")
+    assert counts == [2, 2, 1, 5]
     for name, x in at_once.items():
         close(grouped[name].detach(), x.detach(), 1e-6)
     close_grads(grouped["out"], at_once["out"], leaves, 2e-6)

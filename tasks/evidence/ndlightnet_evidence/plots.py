@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +72,8 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
             axes.plot(line.x, line.y.mean(0), label=name, **style)
         axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
         if panel.base:
-            ticks = sorted({x for line in panel.lines.values() for x in line.x})
-            ticks = [x for x in ticks if math.log2(x).is_integer()] or ticks
-            ticks = ticks[:: -(-len(ticks) // 8)]
             axes.set_xscale("log", base=panel.base)
-            axes.set_xticks(ticks, [short(int(n)) for n in ticks])
+            axes.xaxis.set_major_formatter(lambda n, _: short(int(n)))
         if panel.ylog:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
