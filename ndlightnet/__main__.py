@@ -38,6 +38,7 @@ EXTRA = {
     "jinja2",
     "diffusers",
     "captum",
+    "tokenizers",
     "numpy",
     "yaml",
     "PIL",

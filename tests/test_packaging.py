@@ -43,7 +43,7 @@ def test_what_is_in_a_wheel_and_in_an_sdist_and_that_pypi_can_show_the_readme(bu
     kernels = ROOT / "kernels"
     expected = [path.relative_to(ROOT) for path in (ROOT / "ndlightnet").rglob("*.py")]
     expected += [path.relative_to(kernels) for path in kernels.rglob("*.py")]
-    expected += [Path("ndlightnet", "configs", path.name) for path in CONFIGS]
+    expected += [Path("ndlightnet", path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml")]
     expected += [Path(name, "py.typed") for name in ("ndlightnet", "ndlightnet_kernels")]
     assert sorted(names) == sorted(path.as_posix() for path in expected)
     with tarfile.open(sdist) as archive:

@@ -50,7 +50,7 @@ class NDLightNet(Pretrained, Large):
         dims: number of axes of the input (1 signals and text, 2 images, 3 videos and volumes, ...).
         in_chans: channels of the input.
         num_classes: outputs of the head, 0 for none; with `vocab_size` the default is a language model (one output
-            per word of the vocabulary at every token, weights tied to the embedding).
+            per word of the vocabulary at every token).
         patch_size: cells per token, an int or one per axis; default: about 256 cells a patch.
         embed_dim, depth: width and number of blocks.
         stem_blocks: a patch becomes a token by residual convolutions, so many blocks of them at each halving, as
@@ -62,9 +62,11 @@ class NDLightNet(Pretrained, Large):
             along each axis (except the first one if causal); default: True unless causal on one axis. False is the
             paper's form, forward only.
         drop_rate: dropout before the head. drop_path_rate: stochastic depth, growing to this in the last block.
+        dropout: of the embedded tokens and of what each mixer and MLP adds to them, as in language models.
         causal: along the first axis: a token sees its frame (a step of that axis, `patch_size` long) and those before
             it; with one axis, the tokens up to itself. See `stream`.
         vocab_size: input is token numbers `(batch, length)` instead of cells `(batch, channels, *space)`.
+        tied: the head of a language model has the weights of its embedding.
         device, dtype: where the network is built, and what it is converted to; not options of YAML.
 
     MONAI's names spatial_dims, in_channels and out_channels are accepted for dims, in_chans and num_classes, as
@@ -108,8 +110,10 @@ class NDLightNet(Pretrained, Large):
         tpe_bidirectional: bool | None = None,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        dropout: float = 0.0,
         causal: bool = False,
         vocab_size: int | None = None,
+        tied: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -144,14 +148,15 @@ class NDLightNet(Pretrained, Large):
         if tpe_bidirectional and causal and dims == 1:
             raise ValueError("tpe_bidirectional=True with causal=True on one axis: later tokens would be seen")
         self.tpe = MDTPE(dims, embed_dim, tpe_states, tpe_bidirectional is not False, causal) if tpe else None
+        self.embed_drop = nn.Dropout(dropout) if dropout else nn.Identity()
         rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.ModuleList(
-            Block(embed_dim, factory, rate) for factory, rate in zip(factories, rates, strict=True)
+            Block(embed_dim, factory, rate, dropout) for factory, rate in zip(factories, rates, strict=True)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head_drop = nn.Dropout(drop_rate)
         self.grad_checkpointing = False
-        self.tied = self.per_token
+        self.tied = self.per_token and tied
         self.head = nn.Identity()
         if self.tied:  # on meta, as nothing is to be drawn for it
             self.head = nn.Linear(embed_dim, self.num_classes, bias=False, device="meta")
@@ -171,9 +176,15 @@ class NDLightNet(Pretrained, Large):
         return self
 
     @property
+    def _predicts_words(self) -> bool:
+        return self.per_token and self.num_classes == self.vocab_size
+
+    @property
     def pipeline_tag(self) -> str | None:
         if self.vocab_size is not None:
-            return "text-generation" if self.tied else "text-classification"
+            if not self._predicts_words:
+                return "text-classification"
+            return "text-generation" if self.causal else "fill-mask"
         if self.dims != 2:
             return None
         return "image-classification" if self.num_classes else "image-feature-extraction"
@@ -186,7 +197,7 @@ class NDLightNet(Pretrained, Large):
         tokens, with "" on every token, with None on the same as before; a language model then classifies the mean."""
         check_integers(0, num_classes=num_classes)
         if global_pool is None:
-            global_pool = "" if self.per_token and not (self.tied and num_classes) else "avg"
+            global_pool = "" if self.per_token and not (self._predicts_words and num_classes) else "avg"
         if global_pool not in ("avg", ""):
             raise ValueError(f"global_pool={global_pool!r}: expected 'avg', '' or None")
         self.num_classes, self.per_token, self.tied = num_classes, global_pool == "", False
@@ -297,7 +308,7 @@ class NDLightNet(Pretrained, Large):
         # the residual stream stays in the parameters' precision under autocast
         dtype = self._weight.dtype
         tokens = tokens.to(dtype) if self.tpe is None else self.tpe(tokens, mask, layout, dtype)
-        return tokens, mask, layout
+        return self.embed_drop(tokens), mask, layout
 
     def _through(self, block: Any, x: Tensor, mask: Tensor | None, layout: Layout) -> Any:
         if self.grad_checkpointing and self.training:
@@ -568,6 +579,7 @@ class NDLightNet(Pretrained, Large):
         tpe, layers = state.tpe, []
         if self.tpe is not None:
             x, tpe = self.tpe.advance(x, tpe, layout)
+        x = self.embed_drop(x)
         for block, memory in zip(self.blocks, state.layers, strict=True):
             x, memory = block.advance(x, memory, state.frames, layout)
             layers.append(memory)

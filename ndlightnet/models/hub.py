@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, TypeVar
@@ -27,7 +28,8 @@ from ndlightnet.nn.mixers.names import customs
 from ndlightnet.version import __version__
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
-CLASS, VERSION = "_class_name", "_ndlightnet_version"  # beside the arguments in config.json
+# beside the arguments in config.json; the last is for transformers, see integrations.transformers_lm
+CLASS, VERSION, TYPE = "_class_name", "_ndlightnet_version", "model_type"
 Net = TypeVar("Net", bound="Pretrained")
 
 
@@ -51,7 +53,8 @@ class Pretrained(Configured):
                 f"{type(self).__name__} was changed to {beyond}, which no argument describes: "
                 "expected one as its constructor makes it; save its state_dict"
             )
-        return {CLASS: type(self).__name__, VERSION: __version__, **self.config}
+        name = type(self).__name__.removeprefix("FSDP")  # which torch's fully_shard puts before it
+        return {CLASS: name, VERSION: __version__, TYPE: name.lower(), **self.config}
 
     def save_pretrained(
         self,
@@ -219,7 +222,9 @@ class Pretrained(Configured):
         kind = config.get(CLASS, cls.__name__)
         if kind != cls.__name__:
             raise ValueError(f"{source}: holds a {kind}, expected a {cls.__name__}")
-        saved = {k: x for k, x in config.items() if k not in (CLASS, VERSION)}
+        saved = {k: x for k, x in config.items() if k not in (CLASS, VERSION, TYPE)}
+        if "transformers_version" in config:  # written by transformers, with arguments of its own
+            saved = {k: x for k, x in saved.items() if k in signature(cls).parameters}
         for name, value in saved.items():
             if name not in arguments and (lost := customs(value)):
                 raise ValueError(

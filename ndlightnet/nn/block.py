@@ -84,14 +84,17 @@ def mix_after(
 
 
 class Block(Initialized):
-    """Residual block: x + mixer(norm x), then x + mlp(norm x)."""
+    """Residual block: x + mixer(norm x), then x + mlp(norm x), with dropout and stochastic depth of both."""
 
-    def __init__(self, dim: int, mixer: Callable[[int], nn.Module], drop_path: float = 0.0) -> None:
+    def __init__(
+        self, dim: int, mixer: Callable[[int], nn.Module], drop_path: float = 0.0, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.mixer = mixer(dim)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = GLU(dim)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()  # torch's draws a mask for 0, too
         self.drop_path = DropPath(drop_path)
 
     def forward(
@@ -110,8 +113,8 @@ class Block(Initialized):
         y, mask = grid.tokens(x), grid.flatten_mask(mask)
         branch = None if branch is None else grid.tokens(branch)
         y, branch = mix_after(self.mixer, y, branch, self.norm1, mask, causal, grid)
-        y, branch = map_after(self.mlp, y, self.drop_path(branch, grid), self.norm2)
-        branch = self.drop_path(branch, grid)
+        y, branch = map_after(self.mlp, y, self.drop_path(self.dropout(branch), grid), self.norm2)
+        branch = self.drop_path(self.dropout(branch), grid)
         return (y.reshape(x.shape), branch.reshape(x.shape)) if apart else (y + branch).reshape(x.shape)
 
     def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Any:
@@ -123,8 +126,8 @@ class Block(Initialized):
         and the next state. state: after the `position` (batch,) frames so far."""
         _, normed = residual_norm(x, None, self.norm1)
         y, state = streaming(self.mixer).advance(normed, state, position, layout)
-        x, y = map_after(self.mlp, x, self.drop_path(y), self.norm2)
-        return x + self.drop_path(y), state
+        x, y = map_after(self.mlp, x, self.drop_path(self.dropout(y)), self.norm2)
+        return x + self.drop_path(self.dropout(y)), state
 
 
 def undecayed_names(net: nn.Module) -> set[str]:

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ndlightnet.ops._operator import Operator, kernel
+from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import product_dtype
 
+IGNORED = -100  # a target that does not count, as in torch
 MOST, LEAST = 2**24, 1024  # logits of a chunk; fewer tokens would not fill a card
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = IGNORED
 ) -> Tensor:
     """Return the mean cross-entropy of logits = x @ weight.T + bias, a float32 (float64 of float64) scalar.
 
@@ -37,6 +40,31 @@ def linear_cross_entropy(
     return out
 
 
+def cross_entropy(logits: Tensor, labels: Tensor, needs_slope: bool, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
+    """Return the losses (rows,) of logits (rows, classes) with labels (rows,) int64, in float32 (float64 of float64),
+    and the gradients of their sum, the slopes (rows, classes) in the dtype of the logits; these only if needed."""
+    if resolve("cross_entropy", impl, logits) == "triton":
+        return _kernel(logits, labels, needs_slope)
+    # few passes over the logits, which are most of the time of a large vocabulary
+    log_probs = logits.log_softmax(1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    losses = -log_probs.gather(1, labels[:, None])
+    if not needs_slope:
+        return losses[:, 0], logits.new_empty(0)
+    slope = torch.exp(log_probs, out=torch.empty_like(logits))
+    return losses[:, 0], slope.scatter_(1, labels[:, None], torch.expm1(-losses).to(logits.dtype))
+
+
+_kernel = Operator(
+    "cross_entropy(Tensor logits, Tensor labels, bool needs_slope) -> (Tensor losses, Tensor slope)",
+    kernel("cross_entropy", "cross_entropy"),
+    lambda logits, labels, needs_slope: (
+        logits.new_empty(labels.shape, dtype=torch.float32),
+        torch.empty_like(logits) if needs_slope else logits.new_empty(0),
+    ),
+    implementations=("torch", "triton"),
+)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int) -> Tensor:
@@ -53,21 +81,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows, labels = x[start : start + size], target[start : start + size, None]
             counts = labels != ignore_index
             labels = labels.masked_fill(~counts, 0)
-            logits = linear(rows, weight, bias).to(exact)
-            norm = logits.logsumexp(1, keepdim=True)
-            total += (norm - logits.gather(1, labels)).masked_fill(~counts, 0).sum()
-            if not (need_x or need_weight or need_bias):
+            needed = need_x or need_weight or need_bias
+            losses, slope = cross_entropy(linear(rows, weight, bias), labels[:, 0], needed)
+            total += losses.masked_fill(~counts[:, 0], 0).sum()
+            if not needed:
                 continue
-            # gradients of the sum: those of the mean could be too small for float16
-            slope = logits.sub_(norm).exp_()
-            slope.scatter_add_(1, labels, slope.new_full((), -1).expand_as(labels)).mul_(counts)
             if dbias is not None:
-                dbias += slope.sum(0)
-            slope = slope.to(x.dtype)
+                dbias += slope.mul(counts).sum(0, dtype=exact)
             if dx is not None:
-                dx[start : start + size] = slope @ weight
+                dx[start : start + size] = (slope @ weight).masked_fill_(~counts, 0)
             if dweight is not None:
-                dweight.add_(slope.mT @ (rows if scale == 1 else rows * scale), alpha=1 / scale)
+                rows = (rows if scale == 1 else rows * scale).masked_fill(~counts, 0)
+                dweight.add_(slope.mT @ rows, alpha=1 / scale)
         count = (target != ignore_index).sum()
         ctx.save_for_backward(dx, dweight, dbias, count)
         ctx.dtype = x.dtype

@@ -16,7 +16,11 @@ from ndlightnet.training.core.data_module import LabelledData
 from ndlightnet.training.forecasting.forecast_task import ForecastTask
 from ndlightnet.training.forecasting.series_data import SeriesData
 from ndlightnet.training.generation.generation_task import GenerationTask
+from ndlightnet.training.language.masked_data import MaskedTextData
+from ndlightnet.training.language.sentence_data import MadeSentences, SentenceData
+from ndlightnet.training.language.text_cls_task import TextClsTask
 from ndlightnet.training.language.text_data import TextData
+from ndlightnet.training.language.text_mlm_task import MaskedTextTask
 from ndlightnet.training.language.text_task import TextTask
 from ndlightnet.training.pretraining.pretrain_task import PretrainTask
 from ndlightnet.training.pretraining.unlabelled_files import UnlabelledFiles
@@ -33,15 +37,20 @@ __all__ = [
     "ImageFolders",
     "ImageTask",
     "LabelledData",
+    "MadeSentences",
+    "MaskedTextData",
+    "MaskedTextTask",
     "MovingDigits",
     "MovingPhantoms",
     "PhantomVolumes",
     "PretrainTask",
     "SegmentationTask",
+    "SentenceData",
     "SeriesData",
     "SignalData",
     "SignalTask",
     "TaskCLI",
+    "TextClsTask",
     "TextData",
     "TextTask",
     "UnlabelledFiles",

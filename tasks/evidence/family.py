@@ -34,7 +34,7 @@ import torch
 import yaml
 
 from ndlightnet.training import AveragedWeights
-from ndlightnet.training.core.optim import warm_cosine
+from ndlightnet.training.core.optim import schedule_factor
 from ndlightnet_evidence import catalogue, plots, runner, sets, tables
 from ndlightnet_evidence.cuda_graphs import Steps, seconds
 from ndlightnet_evidence.tables import Run
@@ -71,7 +71,8 @@ class Study:
         torch.manual_seed(seed)  # of weights and drop path
         net = catalogue.network(model["net"], row).to(runner.device()).train()
         clip = self.config["trainer"]["gradient_clip_val"]
-        steps = Steps(net, partial(self.data.loss, net), model["weight_decay"], clip, self.decay)
+        betas = tuple(model.get("betas", (0.9, 0.999)))
+        steps = Steps(net, partial(self.data.loss, net), model["weight_decay"], clip, self.decay, betas)
         if self.o.compile:
             # Blocks are alike, so that they are compiled once for all. The graphs of more rows than
             # torch allows by default would silently not be compiled.
@@ -98,7 +99,7 @@ class Study:
         steps, curve = self.begin(row, seed), []
         net, highest = steps.averaged, row.get("lr", self.config["model"]["lr"])
         for number, batch in enumerate(data.batches(seed, count), 1):
-            steps(highest * warm_cosine(number - 1, count), *batch)
+            steps(highest * schedule_factor(number - 1, count), *batch)
             if o.seconds and number * POINTS // count > (number - 1) * POINTS // count:
                 if scores := data.validate(net.eval()):
                     curve.append([number * ms / 1e3, scores["top1"]])

@@ -44,7 +44,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from ndlightnet import NDLightNet
 from ndlightnet.training.core.costs import state_size
-from ndlightnet.training.core.optim import warm_cosine
+from ndlightnet.training.core.optim import schedule_factor
 from ndlightnet_evidence import catalogue, plots, runner, tables
 from ndlightnet_evidence.cuda_graphs import Steps
 from ndlightnet_evidence.tables import Run
@@ -267,7 +267,7 @@ def train(net: NDLightNet, task: Task, rng: torch.Generator, o: Namespace) -> fl
 
     steps, losses = Steps(net, loss, weight_decay=0.01, clip=1.0), []
     for step in range(o.steps):
-        losses.append(steps(o.lr * warm_cosine(step, o.steps), *task.batch(step, o.batch, rng)).clone())
+        losses.append(steps(o.lr * schedule_factor(step, o.steps), *task.batch(step, o.batch, rng)).clone())
     return float(torch.stack(losses[-50:]).mean())
 
 

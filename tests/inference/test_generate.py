@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from ndlightnet import NDLightNet, mixers
+from ndlightnet.data.text.tokenizer import train_tokenizer
 from ndlightnet.inference import generate, generate_text
+from ndlightnet.inference.generate import _probabilities
 
 WORDS = 11
 
@@ -80,7 +82,13 @@ class Replayed:
         return self.net.parameters()
 
     def stream(self, batch_size=1):
-        return lambda _: self.logits
+        return self
+
+    def features(self, tokens, active=None):
+        return self.logits
+
+    def forward_head(self, features):
+        return features
 
 
 def test_top_k_restricts_seeded_draws_of_an_endless_text(net):
@@ -107,19 +115,22 @@ def test_equal_logits_do_not_widen_top_k():
 
 
 class Recited(Replayed):
-    """A network that recites a text of bytes, whatever it reads."""
+    """A network that recites texts of tokens, bytes if there is no vocabulary, whatever it reads."""
 
-    vocab_size = 256
-
-    def __init__(self, text: bytes):
-        self.text = text
+    def __init__(self, *rows, vocabulary=256):
+        self.rows, self.vocab_size, self.reads = rows, vocabulary, 0
 
     def parameters(self):
         return iter([torch.zeros(1)])
 
     def stream(self, batch_size=1):
-        rest = iter(self.text)
-        return lambda _: torch.nn.functional.one_hot(torch.tensor([[next(rest)]]), 256).float()
+        self.reads = 0
+        return self
+
+    def features(self, tokens, active=None):
+        self.reads += 1
+        drawn = torch.tensor([row[self.reads - 1] for row in self.rows])
+        return torch.nn.functional.one_hot(drawn, self.vocab_size)[:, None].float()
 
 
 @pytest.mark.parametrize(
@@ -141,11 +152,105 @@ def test_a_stop_sequence_ends_the_text(stop, expected):
 
 def test_what_may_begin_a_stop_waits_no_longer_than_it_must():
     network = Recited(b"abcabd")
-    read = []
-    stream = network.stream()
-    network.stream = lambda batch_size: lambda x: (read.append(1), stream(x))[1]
-    arrivals = [(token, len(read)) for token in generate(network, [0], 6, temperature=0, stop=[b"abd"])]
+    arrivals = [(token, network.reads) for token in generate(network, [0], 6, temperature=0, stop=[b"abd"])]
     assert arrivals == [(ord("a"), 3), (ord("b"), 3), (ord("c"), 3)]
+
+
+def test_each_text_of_a_batch_ends_by_itself():
+    network = Recited(b"abcx!y", b"ab!xzz", b"bcdefg")
+    steps = list(generate(network, [[0], [0], [0]], 6, temperature=0, stop=[b"x!", b"!"]))
+    assert torch.stack(steps, 1).tolist() == [[*b"abc", -1, -1, -1], [*b"ab", -1, -1, -1, -1], [*b"bcdefg"]]
+    network = Recited(b"a!bcde", b"ab!cde")
+    assert torch.stack(list(generate(network, [[0], [0]], 6, temperature=0, stop=[b"!"])), 1).tolist() == [
+        [ord("a"), -1],
+        [*b"ab"],
+    ]
+
+
+def test_prompts_of_several_lengths_are_continued_as_each_alone(net, monkeypatch):
+    prompts = [[3], [1, 2, 3, 4, 5], [7, 7]]
+    each = [list(generate(net, prompt, 6, temperature=0, repetition_penalty=1.5)) for prompt in prompts]
+    monkeypatch.setitem(generate.__globals__, "CHUNK", 2)
+    for batch in (prompts, [torch.tensor(prompt) for prompt in prompts]):
+        drawn = list(generate(net, batch, 6, temperature=0, repetition_penalty=1.5))
+        assert torch.stack(drawn, 1).tolist() == each
+
+
+def test_top_p_by_hand_and_as_in_transformers():
+    logits = torch.tensor([[0.1, 0.5, 0.25, 0.15], [0.7, 0.1, 0.1, 0.1]]).log()
+    network = Recited(b"", vocabulary=4)
+    network.features = lambda tokens, active=None: logits.repeat(400, 1)[:, None]
+    rng = torch.Generator().manual_seed(0)
+    for top_p, kept in ((0.4, [{1}, {0}]), (0.6, [{1, 2}, {0}]), (0.8, [{1, 2, 3}, {0, 1}]), (1, [{*range(4)}] * 2)):
+        drawn = next(generate(network, [[0]] * 800, 1, top_p=top_p, generator=rng))
+        assert [{*drawn[row::2].tolist()} for row in range(2)] == kept
+    shares = torch.bincount(next(generate(network, [[0]] * 800, 1, top_p=0.6, generator=rng))[::2]) / 400
+    assert shares.tolist() == pytest.approx([0, 2 / 3, 1 / 3], abs=0.1)
+
+    warpers = pytest.importorskip("transformers").generation.logits_process
+    logits = 3 * torch.randn(50, 20, generator=rng)
+    for top_k, top_p in ((None, 0.7), (5, 0.9), (None, 0.05)):
+        expected = warpers.TemperatureLogitsWarper(0.7)(None, logits)
+        expected = expected if top_k is None else warpers.TopKLogitsWarper(top_k)(None, expected)
+        expected = warpers.TopPLogitsWarper(top_p)(None, expected).softmax(-1)
+        torch.testing.assert_close(_probabilities(logits / 0.7, top_k, top_p), expected)
+
+
+def test_the_repetition_penalty_by_hand_and_as_in_transformers():
+    processor = pytest.importorskip("transformers").RepetitionPenaltyLogitsProcessor(3.0)
+    network = Recited(b"", vocabulary=4)
+    logits = torch.tensor([[4.0, 3.0, -1.0, -2.0], [-1.0, -1.2, -5.0, -4.0]])
+    network.features = lambda tokens, active=None: logits[:, None]
+    # 4 / 3 < 3 after token 0; then 3 / 3 < 4 / 3. -1 * 3 < -1.2, then -1.2 * 3 < -1 * 3
+    steps = generate(network, [[0], [0]], 4, temperature=0, repetition_penalty=3)
+    assert torch.stack(list(steps), 1).tolist() == [[1, 0, 0, 0], [1, 0, 0, 0]]
+    prompts, texts = torch.tensor([[0, 2], [3, 1]]), []
+    for step in generate(network, prompts, 4, temperature=0, repetition_penalty=3):
+        before = torch.cat([prompts, *texts], 1)
+        assert step.tolist() == processor(before, logits).argmax(-1).tolist()
+        texts.append(step[:, None])
+
+
+@pytest.fixture(scope="module")
+def words():
+    return train_tokenizer(["the end of the text, and the end again: ça va, 数学 and 数 again"] * 3, 290)
+
+
+def test_texts_of_a_tokenizer_are_streamed_in_complete_characters(words):
+    text = "the 数学 → 🙂 end"
+    tokens = words.encode([text])[0]
+    assert len(tokens) < len(text.encode())  # words, and characters of several tokens
+    network = Recited([*tokens, words.end, 5], vocabulary=words.vocab_size + 3)
+    arrivals = [(x, network.reads) for x in generate_text(network, "a", 99, tokenizer=words, temperature=0)]
+    assert "".join(x for x, _ in arrivals) == text and all(len(x) == 1 and x != "\ufffd" for x, _ in arrivals)
+    assert [reads for x, reads in arrivals if x == "→"] == [tokens.index(words.encode(["→"])[0][-1]) + 1]
+    assert network.reads == len(tokens) + 1  # nothing is read after the token that ends it
+    beyond = Recited([tokens[0], words.vocab_size, *tokens[1:]], vocabulary=words.vocab_size + 3)
+    assert "".join(generate_text(beyond, "a", len(tokens) + 1, tokenizer=words, temperature=0)) == text
+
+
+def test_a_stop_text_may_begin_inside_a_token(words):
+    tokens = words.encode(["and the end again"])[0]
+    pieces = [words.decode([token]) for token in tokens]
+    assert " end" in pieces or " the" in pieces
+    for stop, expected in (("nd ag", "and the e"), ("e e", "and th"), (["again", "x"], "and the end "), ("ee", None)):
+        network = Recited(tokens, vocabulary=words.vocab_size)
+        text = generate_text(network, "a", len(tokens), tokenizer=words, temperature=0, stop=stop)
+        assert "".join(text) == ("and the end again" if expected is None else expected)
+    with pytest.raises(ValueError, match=r"^stop=\['a', ''\]: expected texts of one character"):
+        generate_text(network, "a", 3, tokenizer=words, stop=["a", ""])
+
+
+def test_texts_of_a_batch_and_an_empty_prompt(words):
+    texts = ["the 数学", "and the end again", ""]
+    rows = [[*tokens, *[words.end] * 20] for tokens in words.encode(texts)]
+    network = Recited(*rows, vocabulary=words.vocab_size)
+    read = []
+    features = network.features
+    network.features = lambda tokens, active=None: read.append(tokens.tolist()) or features(tokens)
+    steps = list(generate_text(network, ["", "", ""], 20, tokenizer=words, temperature=0))
+    assert ["".join(row) for row in zip(*steps, strict=True)] == texts and len(steps) == 17
+    assert read[0] == [[words.end]] * 3
 
 
 def test_characters_are_complete():
@@ -167,11 +272,14 @@ def test_characters_are_complete():
         ({"top_k": 0}, "top_k=0"),
         ({"top_k": 12}, "top_k=12"),
         ({"stop": [[]]}, "stop="),
-        ({"prompt": torch.ones(1, 2, 3)}, r"prompt \(1, 2, 3\): expected \(tokens,\) or \(batch"),
+        ({"top_p": 0}, "top_p=0"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0"),
+        ({"prompt": torch.ones(1, 2, 3)}, r"prompt \(2, 3\): expected \(tokens,\) or several"),
         ({"prompt": torch.ones(0, 2)}, r"prompt \(0"),
-        ({"prompt": [[1], [11]]}, r"prompt \(2"),
-        ({"prompt": [[1], [1, 2]]}, "prompt: expected a tensor, or lists of one length"),
-        ({"prompt": [[1]], "stop": [[2]]}, r"stop=\[\[2\]\]: expected none for prompts \(1, 1\)"),
+        ({"prompt": [[1], [11]]}, r"prompt \(1,\)"),
+        ({"prompt": [[1], []]}, r"prompt \(0,\)"),
+        ({"prompt": ["a"]}, "prompt: expected tokens, or lists of them"),
     ],
 )
 def test_wrong_arguments_are_named(net, changed, message):
@@ -180,8 +288,7 @@ def test_wrong_arguments_are_named(net, changed, message):
 
 
 def test_networks_that_cannot_generate_are_named():
-    network = Recited(b"")
-    network.vocab_size = 300
+    network = Recited(b"", vocabulary=300)
     with pytest.raises(ValueError, match=r"^network: has vocab_size=300, expected 256"):
         generate_text(network, "x", 3)
     image = NDLightNet(2, embed_dim=16, depth=1, patch_size=4)

@@ -86,8 +86,8 @@ def test_arguments_may_be_given(tmp_path):
         assert NDLightDiT.from_pretrained(tmp_path / "dit", num_classes=2).class_embed.num_embeddings == 3
     with pytest.raises(ValueError, match=r"other shapes: embed\.proj\.weight"):
         NDLightDiT.from_pretrained(tmp_path / "dit", in_chans=2)
-    with pytest.raises(ValueError, match="NDLightNet has no argument dropout; did you mean drop_rate"):
-        NDLightNet.from_pretrained(tmp_path, dropout=0.5)
+    with pytest.raises(ValueError, match="NDLightNet has no argument dropouts; did you mean dropout"):
+        NDLightNet.from_pretrained(tmp_path, dropouts=0.5)
     with pytest.raises(ValueError) as caught:
         NDLightNet.from_pretrained(tmp_path, patch_size=(2, 4), depth=1)
     message = str(caught.value)

@@ -141,3 +141,15 @@ def test_what_it_refuses(chunks_of_four):
             linear_cross_entropy(x, weight, wrong, bias)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(linear_cross_entropy(x, weight, target, bias), x, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_token_that_is_nearly_certain_has_a_gradient(chunks_of_four, dtype):
+    """Its probability is 1 in 16 bits; the gradient is not 0 for that."""
+    x, target = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=dtype), torch.tensor([0, 1])
+    weight = torch.tensor([[9.0, 0.0], [0.0, 8.0]], dtype=dtype, requires_grad=True)
+    exact = weight.detach().double().requires_grad_()
+    cross_entropy(x.double() @ exact.T, target).backward()
+    linear_cross_entropy(x, weight, target).backward()
+    assert weight.grad.dtype == dtype and weight.grad.diagonal().abs().min() > 0
+    torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=0.01, atol=0)

@@ -76,7 +76,7 @@ model:
     init_args: {dims: 1, vocab_size: 256, causal: true, embed_dim: 8, depth: 1}
 data:
   class_path: ndlightnet.training.TextData
-  init_args: {root: ROOT/text, length: 8, windows: 2, batch_size: 2, lengths: [8], test_bytes: 16, workers: 0}
+  init_args: {root: ROOT/text, length: 8, windows: 2, batch_size: 2, lengths: [8], test_tokens: 16, workers: 0}
 """
 
 
@@ -193,6 +193,15 @@ def write_text_run(folder: Path) -> Path:
     (folder / "text").write_bytes(bytes(range(256)) * 2)
     (folder / "c.yaml").write_text(TEXT.replace("ROOT", str(folder)))
     return folder / "c.yaml"
+
+
+def save_language_model(folder: Path, net: Any, tokenizer: Any) -> Path:
+    """A run's folder, with a checkpoint of a network and a tokenizer as a training leaves it; the checkpoint."""
+    (folder / "checkpoints").mkdir(parents=True)
+    state = {f"net.{name}": x for name, x in net.state_dict().items()}
+    saved = {"state_dict": state, "network": net.description(), "tokenizer": tokenizer.text}
+    torch.save(saved, folder / "checkpoints" / "best.ckpt")
+    return folder / "checkpoints" / "best.ckpt"
 
 
 def _stripes(folder: Path, train: int = 40, test: int = 10, side: int = 12) -> Path:

@@ -1,6 +1,7 @@
 """Every config builds, takes one step, and agrees with its data; so does each row of compare."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,9 @@ import pytest
 import torch
 import yaml
 
-from ndlightnet import training
+from ndlightnet import NDLightNet, training
 from ndlightnet.__main__ import DOORS, _load
-from ndlightnet.data.folders import class_names
+from ndlightnet.data.folders import class_names, find_root
 from ndlightnet.data.image.image_sets import read_images
 from ndlightnet.data.made import moving_phantoms
 from ndlightnet.data.made.digits import DIGITS, MOTIONS
@@ -19,14 +20,17 @@ from ndlightnet.data.made.phantoms import LABELS
 from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.series.hourly_series import read_series
 from ndlightnet.data.signal.recordings import read_recordings
+from ndlightnet.data.text.tokenizer import load_tokenizer
 from ndlightnet.data.video.video_files import read_video_folder
 from ndlightnet.data.volume.datasets import read_dataset
 from ndlightnet.nn import mixers
-from ndlightnet.training.core.optim import adamw_with_cosine
+from ndlightnet.training.core.optim import adamw
 from ndlightnet.training.generation.latents import Pixels
+from ndlightnet.training.language.masked_data import HiddenTokens
+from ndlightnet.training.language.text_cls_task import TextClsTask
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 # of each folder of networks: the config that they are laid over
 BASES = {
     "series": "moving_phantoms",
@@ -65,13 +69,15 @@ def test_a_command_takes_the_data_of_a_config(config):
 @pytest.fixture
 def build(tmp_path, monkeypatch):
     """build(config, *overrides): the command line with its model, of two blocks at most unless the overrides have
-    others, data and trainer, not run."""
+    others, data and trainer, not run. Language models have three, 64 wide: their mixer has windows in every third
+    layer."""
 
     def command_line(config: Path, *overrides: str) -> training.TaskCLI:
         read = yaml.safe_load(config.read_text())
-        data, depth = class_of(read["data"]["class_path"]), read["model"]["net"].get("init_args", {}).get("depth")
-        text = issubclass(data, training.TextData)  # its mixer has windows in every third layer
-        shallow = ["--model.net.init_args.depth=2"] if isinstance(depth, int) and depth > 2 and not text else []
+        data, net = class_of(read["data"]["class_path"]), read["model"]["net"].get("init_args", {})
+        most = {"depth": 3, "embed_dim": 64} if issubclass(data, training.TextData) else {"depth": 2}
+        shrunk = {name: n for name, n in most.items() if isinstance(net.get(name), int) and net[name] > n}
+        shallow = [f"--model.net.init_args.{name}={n}" for name, n in shrunk.items()]
         pair = next(pair for pair in PAIRS if issubclass(data, pair[1]))
         task = ANY.get(config.stem.rsplit("_")[-1])
         args = ["--config", str(config), f"--trainer.default_root_dir={tmp_path / 'out'}"]
@@ -87,7 +93,14 @@ def batch_for(cli: training.TaskCLI):
     task, data, net = cli.model, cli.datamodule, cli.model.net
     labels = torch.arange(2)
     if isinstance(task, training.TextTask):
-        return torch.randint(256, (2, 33), dtype=torch.uint8)
+        return torch.randint(net.vocab_size, (2, 33))
+    if isinstance(task, training.MaskedTextTask):
+        tokenizer = SimpleNamespace(vocab_size=net.vocab_size, mask=1)
+        items = HiddenTokens(torch.randint(net.vocab_size, (2, 32)), data.hidden, tokenizer)
+        return data.collate([items[0], items[1]])
+    if isinstance(task, TextClsTask):
+        words = [torch.randint(net.vocab_size, (n,)) for n in (9, 14)]
+        return PackCollate(None)([(x, float(i) if task.regression else i, i) for i, x in enumerate(words)])
     if isinstance(task, training.PretrainTask):
         return torch.randn(2, net.in_chans, *[16] * net.dims), None, None
     if isinstance(task, training.ForecastTask):
@@ -116,7 +129,7 @@ def one_step(cli: training.TaskCLI, batch: object = None) -> None:
         task.codec, task.space = Pixels(cli.datamodule), (4,) * task.net.dims
         for value in task.net.parameters():  # else the zeros let nothing through
             torch.nn.init.normal_(value, std=0.02) if not value.any() else None
-    optimizer = adamw_with_cosine(task, task.net)["optimizer"]
+    optimizer = adamw(task, task.net)["optimizer"]
     before = {name: value.detach().clone() for name, value in task.net.named_parameters()}
     loss = task.training_step(batch_for(cli) if batch is None else batch, 0)
     assert loss.ndim == 0 and loss.isfinite()
@@ -142,10 +155,13 @@ def test_a_config(build, config):
     assert cli.model.lr == read["model"].get("lr", 1e-3)
     # otherwise the epochs of the lowest rates are never candidates for best.ckpt
     assert cli.trainer.max_epochs % cli.trainer.check_val_every_n_epoch == 0
-    assert read["trainer"]["default_root_dir"] == f"runs/{config.stem}"
+    place = config.relative_to(ROOT / "configs").with_suffix("")
+    assert read["trainer"]["default_root_dir"] == f"runs/{place}"
+    saved = cli.parser.dump(cli.config, skip_none=False)  # what lies beside the checkpoints
+    assert "Unable to serialize" not in saved
     assert config.read_text().startswith("# ") and len(config.read_text().splitlines()) <= 40
     one_step(cli)
-    agrees_with_its_data(cli)
+    agrees_with_its_data(cli, config.read_text())
 
 
 DRAWN = {
@@ -157,12 +173,26 @@ DRAWN = {
 }
 
 
-def agrees_with_its_data(cli: training.TaskCLI) -> None:
+def tokens_of(data: training.TextData, config: str) -> int | None:
+    """The size of the vocabulary of a config's data, which it names or with which its comment makes them; None if it
+    is not here."""
+    made = re.search(r"tokenize .*--(tokenizer|train) (\S+)", config)
+    source = data.source_of_tokenizer or (made[2] if made else "bytes")
+    if source.isdigit():
+        return int(source)
+    here = source == "bytes" or find_root(source).exists()
+    return load_tokenizer(source).vocab_size if here else None
+
+
+def agrees_with_its_data(cli: training.TaskCLI, config: str) -> None:
     """The channels and classes of the network are those of the data, where these are here."""
     net, task, data = cli.model.net, cli.model, cli.datamodule
     root, classes = ROOT / getattr(data, "root", "none"), DRAWN.get(type(data).__name__)
-    if isinstance(task, training.TextTask):
-        assert net.vocab_size == 256 and net.causal
+    if isinstance(data, training.TextData):
+        assert net.causal == isinstance(task, training.TextTask) and net.per_token
+        assert net.vocab_size >= (tokens_of(data, config) or 0)
+    elif isinstance(task, TextClsTask):
+        assert not net.per_token and (net.num_classes == 1) == task.regression
     elif classes is None and not root.exists():
         return
     elif isinstance(data, training.ImageFolders):
@@ -189,6 +219,25 @@ def agrees_with_its_data(cli: training.TaskCLI) -> None:
         assert (net.in_channels, net.out_channels) == (len(folder.channels), len(folder.labels))
     elif isinstance(task, training.SegmentationTask):
         assert net.out_channels == len(classes)
+
+
+@pytest.mark.parametrize("folder", ["glue"])
+def test_configs_that_begin_with_the_weights_of_another_have_its_network(folder):
+    for config in sorted((ROOT / "configs" / folder).glob("*.yaml")):
+        model = yaml.safe_load(config.read_text())["model"]
+        before = ROOT / "configs" / f"{Path(model['init']).parts[1]}.yaml"
+        ours, theirs = model["net"]["init_args"], yaml.safe_load(before.read_text())["model"]["net"]["init_args"]
+        assert all(ours[name] == theirs[name] for name in ("dims", "vocab_size", "embed_dim", "depth")), config
+        assert ours.get("mixer", "LightNetAttention") == theirs.get("mixer", "").rsplit(".")[-1]
+
+
+@pytest.mark.parametrize(
+    "stem, millions", [("wikitext103", 45.07), ("lm_150m", 144.8), ("lm_385m", 378.6), ("lm_1b", 1009), ("lm_3b", 2960)]
+)
+def test_language_models_are_as_large_as_those_of_the_paper(stem, millions):
+    options = yaml.safe_load((ROOT / "configs" / f"{stem}.yaml").read_text())["model"]["net"]["init_args"]
+    net = NDLightNet(**options, device="meta")
+    assert sum(value.numel() for value in net.parameters()) == pytest.approx(millions * 1e6, rel=0.01)
 
 
 def leaves(config: object, prefix: str = "") -> dict[str, object]:

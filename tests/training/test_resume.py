@@ -188,7 +188,7 @@ def test_killed_in_mid_epoch_and_resumed(kind, write_decathlon, write_stripes, t
 def small_data(kind: str, folder: Path, workers: int, write_recordings, write_stripes) -> DataModule:
     if kind == "text":
         (folder / "text").write_bytes(np.random.default_rng(0).integers(0, 256, 1000, np.uint8).tobytes())
-        sizes = {"length": 16, "windows": 20, "batch_size": 4, "lengths": (16,), "test_bytes": 32}
+        sizes = {"length": 16, "windows": 20, "batch_size": 4, "lengths": (16,), "test_tokens": 32}
         return training.TextData(str(folder / "text"), workers=workers, **sizes)
     if kind == "forecast":
         values = torch.from_numpy(np.random.default_rng(0).normal(size=(130, 2)))

@@ -1,23 +1,36 @@
-"""A file of bytes as text for a language model: reading, splitting, windows."""
+"""Files of text: their bytes, and the documents in them."""
 
 from __future__ import annotations
 
 import gzip
+import io
+import json
 import lzma
-import math
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import DataError, readable
 from ndlightnet.data.folders import list_files
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+PIECE = 2**18  # characters that are tokenised at once
+# where a text may be cut without a change of its tokens: before the spaces at the end of a line, which tokenizers do
+# not join with the word before them
+CUT = re.compile(r"(?<=\S)(?=[ \t\r]*\n)")
+
+
+class Piece(NamedTuple):
+    """A part of a document, whether it is the last one, and the fraction of the file that has been read."""
+
+    text: str
+    last: bool
+    progress: float
 
 
 def read_bytes(path: str | Path) -> Tensor:
@@ -33,76 +46,81 @@ def read_bytes(path: str | Path) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
-def split(text: Tensor, fractions: Sequence[float]) -> tuple[Tensor, ...]:
-    """Split the text, in order, into training, validation and test text: (bytes,) each.
+def is_jsonl(path: Path) -> bool:
+    return path.with_suffix("" if path.suffix in OPENERS else path.suffix).suffix == ".jsonl"
 
-    DataError unless `fractions` are three shares that add up to 1.
+
+def read_pieces(path: Path) -> Iterator[Piece]:
+    """Yield the documents of a file in pieces of about PIECE characters: each "text" of a .jsonl, each row of a folder
+    of Hugging Face `datasets` (`save_to_disk`), or the file, unpacked if its name ends in .gz or .xz.
+
+    Raises DataError for what is missing, damaged, empty or no UTF-8, with the line for one that is no such JSON.
     """
-    if len(fractions) != 3 or min(fractions) < 0 or not math.isclose(sum(fractions), 1):
-        raise DataError(
-            f"fractions={tuple(fractions)}: expected shares to train, to validate and to test that add up to 1"
-        )
-    cuts = [round(share * len(text)) for share in accumulate(fractions, initial=0.0)]
-    return tuple(text[start:end] for start, end in pairwise(cuts))
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    empty = True
+    for piece in _rows(path) if path.is_dir() else _lines(path) if is_jsonl(path) else _cut(path):
+        empty = False
+        yield piece
+    if empty:
+        raise DataError(f"{path}: is empty")
 
 
-class RandomWindows(Dataset[Tensor]):
-    """`count` windows (length + 1,) uint8. Item i starts at random in the i-th of `count` equal
-    parts of the text: all positions are equally likely, and no two processes draw the same windows.
-
-    It draws from torch's global generator, which `ndlightnet.data.sampling.SeededSamples` seeds per item.
-    """
-
-    def __init__(self, text: Tensor, length: int, count: int) -> None:
-        self.text, self.length, self.count = text, length, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Tensor:
-        places = len(self.text) - self.length
-        low, high = (i * places // self.count for i in (index, index + 1))
-        start = int(torch.randint(low, max(low + 1, high), ()))
-        return self.text[start : start + self.length + 1]
+@contextmanager
+def open_text(path: Path) -> Iterator[tuple[TextIO, Callable[[], float]]]:
+    """Open a file, and yield it with a function that tells which fraction of it has been read."""
+    size = path.stat().st_size
+    with path.open("rb") as raw, OPENERS.get(path.suffix, lambda file, _: file)(raw, "rb") as file:
+        yield io.TextIOWrapper(file, "utf-8", newline="\n"), lambda: raw.tell() / size
 
 
-class Windows(Dataset[tuple[Tensor, int]]):
-    """The text cut into windows: item i is (window (length + 1,) uint8, i).
+def _cut(path: Path) -> Iterator[Piece]:
+    rest = ""
+    with readable(path), open_text(path) as (file, progress):
+        while block := file.read(PIECE):
+            before = len(rest)
+            rest += block
+            if cuts := [match.start() for match in CUT.finditer(rest, before)]:
+                yield Piece(rest[: cuts[-1]], False, progress())
+                rest = rest[cuts[-1] :]
+        if rest:
+            yield Piece(rest, True, 1.0)
 
-    A window ends in the byte that the next one begins with: each has `length` bytes to predict, and every byte of the
-    text but the first is predicted once. Bytes at the end that fill no window are left out.
-    """
 
-    def __init__(self, text: Tensor, length: int) -> None:
-        self.text, self.length = text, length
+def _lines(path: Path) -> Iterator[Piece]:
+    with readable(path), open_text(path) as (file, progress):
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    text = _text_of(json.loads(line))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise DataError(f"{path}, line {number}: expected JSON with a field text") from error
+                yield Piece(text, True, progress())
 
-    def __len__(self) -> int:
-        return max(0, len(self.text) - 1) // self.length
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        start = index * self.length
-        return self.text[start : start + self.length + 1], index
+def _rows(path: Path) -> Iterator[Piece]:
+    with readable(path):
+        from datasets import load_from_disk
+
+        rows = load_from_disk(str(path))
+        for number, row in enumerate(rows, 1):
+            try:
+                text = _text_of(row)
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{path}: expected a data set of one split with a column text, row {number}") from error
+            yield Piece(text, True, number / len(rows))
+
+
+def _text_of(row: Any) -> str:
+    """Return the text of a document. Raises ValueError, KeyError or TypeError if it has none."""
+    text = row["text"]
+    if not isinstance(text, str):
+        raise TypeError(f"text={text!r}: expected a text")
+    text.encode()  # half a pair of surrogates is no character
+    return text
 
 
 def find_texts(path: str | Path) -> list[Path]:
     """List the file `path`, or the files of a folder at any depth; hidden ones are left out. DataError if there are
     none."""
     return [Path(file) for file in list_files(Path(path))]
-
-
-class Texts(Dataset[dict[str, Any]]):
-    """Files read one at a time: item i is {"path", "text": (bytes,) uint8}, or {"path", "error"}
-    for one that cannot be read."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = list(paths)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        path = self.paths[index]
-        try:
-            return {"path": path, "text": read_bytes(path)}
-        except DataError as error:
-            return {"path": path, "error": str(error)}

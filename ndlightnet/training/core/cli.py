@@ -19,6 +19,7 @@ import yaml
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
 from ndlightnet.data.errors import DataError, clear_drafts, one_line, printable
@@ -28,7 +29,7 @@ from ndlightnet.models.hub import CLASS
 from ndlightnet.nn.mixers.names import jsonable
 from ndlightnet.training.core.checkpoints import NAMES, AtomicCheckpoints, check_checkpoint
 from ndlightnet.training.core.costs import parameter_count
-from ndlightnet.training.core.options import TaskParser, check_configs, expect_config
+from ndlightnet.training.core.options import TaskParser, check, check_configs, expect_config
 from ndlightnet.training.core.runs import (
     FitMetrics,
     LateCSVLogger,
@@ -46,7 +47,7 @@ RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr
 
 class TaskCLI(LightningCLI):
     """Command line with `fit`, `validate`, `test`, `predict` and, if the trainer has it, `stream`; configured by YAML
-    files and overridden by arguments. The optimizer and the schedule are those of the task, see `adamw_with_cosine`."""
+    files and overridden by arguments. The optimizer and the schedule are those of the task, see `adamw`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         defaults = {"subclass_mode_data": True, "parser_class": TaskParser, "auto_configure_optimizers": False}
@@ -138,9 +139,14 @@ class TaskCLI(LightningCLI):
             raise DataError(f"{self.datamodule.root}: validate: there is nothing to validate with")
 
     def _note_finished(self, path: str) -> None:
-        """Print a note if a training that is resumed has no epoch left."""
-        loops = torch.load(path, map_location="meta", weights_only=True)["loops"]
-        epochs = loops["fit_loop"]["epoch_progress"]["current"]["processed"]
+        """Print a note if a training that is resumed has no epoch left. DataError if the strategy cannot resume it."""
+        saved = torch.load(path, map_location="meta", weights_only=True)
+        numbers = [number for group in saved["optimizer_states"][0]["param_groups"] for number in group["params"]]
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            # Lightning takes the numbers as those of the order in the network, which only this strategy writes
+            expected = "one of a training with ModelParallelStrategy, or its weights by --model.init"
+            check("--ckpt_path", path, numbers != sorted(numbers), expected)
+        epochs = saved["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         trainer: Any = self.trainer
         if 0 < (trainer.max_epochs or 0) <= epochs:
             end = f"nothing is left of trainer.max_epochs={trainer.max_epochs}"

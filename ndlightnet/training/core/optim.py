@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch import nn
 from ndlightnet.data.errors import DataError
 from ndlightnet.nn.block import undecayed_names
 
+Schedule = Literal["cosine", "inverse_sqrt", "constant_decay"]
+TICKS = 10_000  # steps that a schedule by the clock counts
+DECAY = 0.2  # of the steps of a constant schedule, over which the rate falls at the end
 BEFORE = 99999.0  # timm's mark of parameters that belong to the layer before
 
 
@@ -71,18 +74,24 @@ def layered_groups(groups: list[dict[str, Any]], net: nn.Module, lr: float, laye
     ]
 
 
-def warm_cosine(step: int, total: int, warmup: int | None = None, end: float = 0.01) -> float:
-    """Return the learning rate of a step as a fraction of the highest: it rises linearly over the
-    first `warmup` steps (default: 5 %), then falls on a cosine to the fraction `end`."""
+def schedule_factor(
+    step: int, total: int, schedule: Schedule = "cosine", warmup: int | None = None, end: float = 0.01
+) -> float:
+    """Return the learning rate of a step as a fraction of the highest. It rises linearly over the first `warmup` steps
+    (default: 5 %). Then it falls on a cosine to the fraction `end` ("cosine"), as 1 / sqrt(step) ("inverse_sqrt"), or
+    stays and falls linearly to `end` over the last fifth of the steps ("constant_decay")."""
     warmup = max(1, total // 20 if warmup is None else warmup)
     if step < warmup:
         return (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
-    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done))
+    if schedule == "inverse_sqrt":
+        return math.sqrt(warmup / (step + 1))
+    begin = warmup if schedule == "cosine" else max(warmup, round(total * (1 - DECAY)))
+    done = min(1.0, max(0.0, (step - begin) / max(1, total - begin)))
+    return end + (1 - end) * (0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1 - done)
 
 
-def adamw_with_cosine(task: Any, net: nn.Module) -> dict[str, Any]:
-    """Return AdamW and the schedule of `warm_cosine` for a Task, which has the options, and its network.
+def adamw(task: Any, net: nn.Module) -> dict[str, Any]:
+    """Return AdamW and the schedule of `schedule_factor` for a Task, which has the options, and its network.
 
     torch's CosineAnnealingLR is not used: its checkpoint holds the number of steps. A training that
     is resumed for more steps would reach its lowest rate at the old end, and rise again after it.
@@ -90,14 +99,20 @@ def adamw_with_cosine(task: Any, net: nn.Module) -> dict[str, Any]:
     groups = decayed_groups(net, task.weight_decay)
     if task.layer_decay is not None:
         groups = layered_groups(groups, net, task.lr, task.layer_decay)
-    optimizer = torch.optim.AdamW(groups, lr=task.lr, fused=True)  # one launch, not a dozen from Python
+    # fused: one launch, not a dozen from Python
+    optimizer = torch.optim.AdamW(groups, lr=task.lr, betas=task.betas, fused=True)
     # Lightning clips gradients of 16-mixed after GradScaler has unscaled them, and refuses optimizers that do it
     optimizer._step_supports_amp_scaling = False
-    total, warmup = int(task.trainer.estimated_stepping_batches), None
+    total = int(task.trainer.estimated_stepping_batches) if task.minutes is None else TICKS
+    warmup = None
     if task.warmup_epochs is not None:
         steps = task.trainer.num_training_batches / task.trainer.accumulate_grad_batches
         warmup = round(task.warmup_epochs * steps)
     end = 0.01 if task.min_lr is None else task.min_lr / task.lr
-    rate = partial(warm_cosine, total=total, warmup=warmup, end=end)
+    factor = partial(schedule_factor, total=total, schedule=task.schedule, warmup=warmup, end=end)
+
+    def rate(step: int) -> float:
+        return factor(step if task.minutes is None else int(TICKS * task.budget_used()))
+
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable
 from inspect import isclass, signature
@@ -54,6 +55,10 @@ class TaskParser(OneLine, LightningArgumentParser):
 
 class CommandParser(OneLine, ArgumentParser):
     """The parser of a function whose parameters are its options."""
+
+
+class WordsParser(OneLine, argparse.ArgumentParser):
+    """The parser of a command that takes several words for an argument, which jsonargparse does not."""
 
 
 def shortened(message: str) -> str:

@@ -3,6 +3,9 @@ results from every process."""
 
 from __future__ import annotations
 
+import math
+import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,19 +13,22 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.sampling import mixed, replica, share_samples
 from ndlightnet.inference import OutOfCore
+from ndlightnet.nn import Block
 from ndlightnet.parallel import Processes, Shard, activated
 from ndlightnet.training.core.captured_call import CapturedCall
 from ndlightnet.training.core.checkpoints import describe, load_initial, some_of
 from ndlightnet.training.core.costs import CostMonitor
-from ndlightnet.training.core.optim import adamw_with_cosine
+from ndlightnet.training.core.optim import Schedule, adamw
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.speed import checkpoint_blocks
 from ndlightnet.training.report.figures import figure_names
@@ -37,7 +43,9 @@ class Task(L.LightningModule):
 
     Args:
         net: the network.
-        lr, weight_decay: of AdamW, with warm-up and a cosine schedule.
+        lr, weight_decay, betas: of AdamW.
+        schedule: what the learning rate does after its warm-up, see `schedule_factor`.
+        minutes: of a training, which then ends; its schedule follows the clock in place of the steps.
         warmup_epochs: epochs of the warm-up; default: 5 % of the steps.
         min_lr: the learning rate at the end; default: 1 % of `lr`.
         layer_decay: the rate of each layer / that of the next one, below 1 to fine-tune; default:
@@ -73,6 +81,8 @@ class Task(L.LightningModule):
     only_float32: ClassVar[bool] = False
     # whether training_step can do with slabs of the samples, see grid_devices
     grid_parallel: ClassVar[bool] = False
+    # whether it calls forward or forward_features of the network before all else of it, see _shard
+    shards: ClassVar[bool] = False
     grid: Shard | None
     predictor: Any  # what validation, test and prediction call
     called: nn.Module  # what training calls: the network, or a loss that calls it
@@ -93,6 +103,9 @@ class Task(L.LightningModule):
         offload: bool = False,
         grid_devices: int = 1,
         out_of_core: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        schedule: Schedule = "cosine",
+        minutes: float | None = None,
     ) -> None:
         super().__init__()
         check("model.grid_devices", grid_devices, grid_devices >= 1, "1 or more processes")
@@ -104,16 +117,20 @@ class Task(L.LightningModule):
         for name, on in others.items():  # a capture reads no random state, as recomputing does, and copies to no host
             check("model.cuda_graph", cuda_graph, not (cuda_graph and on), f"false with model.{name}=True")
         check("model.warmup_epochs", warmup_epochs, (warmup_epochs or 0) >= 0, "0 or more epochs")
+        check("model.minutes", minutes, minutes is None or minutes > 0, "a number above 0")
+        check("model.warmup_epochs", warmup_epochs, not (minutes and warmup_epochs), "null with model.minutes")
         check("model.min_lr", min_lr, 0 <= (min_lr or 0) <= lr, f"0 to model.lr={lr:g}")
+        check("model.betas", betas, all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1")
         decays = layer_decay is None or 0 < layer_decay <= 1
         check("model.layer_decay", layer_decay, decays, "a fraction above 0, at most 1")
         self.net, self.compiles, self.cuda_graph, self.init = net, compile, cuda_graph, init
         self.lr, self.weight_decay, self.layer_decay = lr, weight_decay, layer_decay
-        self.warmup_epochs, self.min_lr = warmup_epochs, min_lr
+        self.warmup_epochs, self.min_lr, self.betas, self.schedule = warmup_epochs, min_lr, betas, schedule
         self.grid_devices, self.offload, self.out_of_core, self.grid = grid_devices, offload, out_of_core, None
         # not registered as a submodule: a checkpoint holds one network
         vars(self)["predictor"] = OutOfCore(net) if out_of_core else net
         vars(self)["called"] = net
+        self.minutes, self.seconds_before, self.begun = minutes, 0.0, 0.0  # those of what it resumes, and when it began
         self.captured: CapturedCall | None = None  # with `cuda_graph`
         self.replayed = False  # whether the last batch was replayed
         self.ungraphed = False  # whether a batch of other shapes has been noted
@@ -216,9 +233,40 @@ class Task(L.LightningModule):
         if self.init is not None and self.trainer.training:
             log_rank_zero([load_initial(self.init, self.net)])
             self.init = None
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            self._shard()
+
+    def _shard(self) -> None:
+        """Split the parameters, and so gradients and the optimizer's state, among all processes (FSDP2). Each gathers a
+        block while it computes, and what is not in blocks; float32 is gathered and autocast, as without."""
+        trainer, net = self.trainer, self.net
+        if isinstance(net, FSDPModule):  # by an earlier command of this trainer, which may have left it gathered
+            net.reshard()
+            return
+        averages = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore
+        strategy: Any = trainer.strategy
+        folders = strategy._save_distributed_checkpoint  # as checkpoints
+        for argument, value, good, expected in (
+            ("trainer.strategy", type(self).__name__, self.shards, "TextTask with ModelParallelStrategy"),
+            ("trainer.strategy", "ModelParallelStrategy", not trainer.predicting, "auto, one device, for predict"),
+            ("trainer.strategy.init_args.save_distributed_checkpoint", True, not folders, "false"),
+            ("trainer.precision", trainer.precision, trainer.precision in ("32-true", "bf16-mixed"), "bf16-mixed"),
+            ("model.compile", True, not self.compiles, "false with ModelParallelStrategy"),
+            ("trainer.callbacks", "WeightAveraging", not averages, "none with ModelParallelStrategy"),
+        ):
+            check(argument, value, good, expected)
+        for tensor in net.state_dict().values():  # the processes may have drawn different ones
+            copy = tensor.to(strategy.root_device)
+            torch.distributed.broadcast(copy, 0)
+            tensor.copy_(copy)
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing changes it in place
+        for block in [module for module in net.modules() if isinstance(module, Block)]:
+            fully_shard(block)
+        fully_shard(net)
+        register_fsdp_forward_method(net, "forward_features")
 
     def configure_optimizers(self) -> Any:
-        return adamw_with_cosine(self, self.net)
+        return adamw(self, self.net)
 
     def example_inputs(self) -> tuple[Tensor, ...] | None:
         """Return inputs of `called` like those of every training batch, on the task's device, for
@@ -290,6 +338,21 @@ class Task(L.LightningModule):
         written = step % max(1, trainer.log_every_n_steps) == 0  # type: ignore[attr-defined]
         return step == 1 or written or trainer.is_last_batch or step == trainer.max_steps
 
+    def on_train_start(self) -> None:
+        self.begun = time.monotonic()
+
+    def budget_used(self) -> float:
+        """Return the fraction of `minutes` that training has taken, by the clock of the first process. All call it."""
+        now = time.monotonic() - self.begun if self.begun else 0.0
+        used = (self.seconds_before + now) / (60 * (self.minutes or math.inf))
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            used = self.trainer.strategy.broadcast(used)
+        return used
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.minutes is not None and self.budget_used() >= 1:
+            self.trainer.should_stop = True
+
     def on_train_epoch_start(self) -> None:
         # random numbers of the network, such as dropout, follow from the seed, the epoch and which
         # samples the process gets, so that a resumed training draws what an uninterrupted one does
@@ -297,6 +360,8 @@ class Task(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["names"], checkpoint["task"] = self.data().names(), type(self).__name__
+        if self.minutes is not None:
+            checkpoint["seconds"] = 60 * self.minutes * self.budget_used()
         if network := describe(self.net, self.net_config):
             checkpoint["network"] = network  # for `from_checkpoint`
 
@@ -306,6 +371,7 @@ class Task(L.LightningModule):
         if any(current.values()) and current != saved:
             raise DataError(f"{data.root}: has {current}, but the checkpoint was trained on {saved}")
         data.set_names(saved)
+        self.seconds_before = checkpoint.get("seconds", 0.0)
 
     def gathered(self, items: dict[Any, T]) -> dict[Any, T]:
         """Return the entries of all processes, sorted by their keys. A sampler that fills up its

@@ -59,7 +59,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
         plain_axes(axis)
     by_position.axhline(0, color=GREY, linewidth=1, zorder=0)
     by_length.set(title="windows from an empty context", ylabel="bits per byte")
-    by_length.set_xlabel("bytes in a window (dashed: in training)")
+    by_length.set_xlabel("tokens in a window (dashed: in training)")
     by_position.set(title="the longest windows by position", xlabel="octaves of positions, by their end")
     by_position.set_ylabel("less the same bytes at training length")
     figure.legend(*by_length.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)

@@ -4,65 +4,71 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from argparse import ArgumentError, ArgumentParser
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ndlightnet.data.errors import DataError
+from ndlightnet import NDLightNet
+from ndlightnet.data.errors import DataError, one_line
+from ndlightnet.data.text.tokenizer import Tokenizer, parse_tokenizer, saved_tokenizer
 from ndlightnet.inference import generate_text
-from ndlightnet.training.core.checkpoints import check_checkpoint
-from ndlightnet.training.core.cli import TaskCLI
-from ndlightnet.training.core.options import check_configs
-from ndlightnet.training.core.runs import find_checkpoint, saved_config
-from ndlightnet.training.language.text_data import TextData
-from ndlightnet.training.language.text_task import TextTask
+from ndlightnet.training.core.options import WordsParser
+from ndlightnet.training.core.runs import find_checkpoint
 
 
-class GenerateCLI(TaskCLI):
-    """Command line that takes the config of a training, or one that `fit` has saved."""
+def open_model(path: str, device: str) -> tuple[NDLightNet, Tokenizer]:
+    """Return the language model, in evaluation mode, and the tokenizer of a checkpoint, or of the best or else last one
+    of a run's folder. device: of torch, or "auto": a GPU if there is one. Raises DataError."""
+    checkpoint, _ = find_checkpoint(Path(path))
+    tokenizer = parse_tokenizer(saved_tokenizer(checkpoint), checkpoint)
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        network = NDLightNet.from_checkpoint(checkpoint).to(place)
+    except (ValueError, RuntimeError, AssertionError) as error:  # torch's errors of devices are of many classes
+        raise DataError(one_line(error)) from error
+    if not (network.per_token and network.causal):
+        raise DataError(f"{checkpoint}: the network of another task, expected a causal language model")
+    return network, tokenizer
 
-    def add_arguments_to_parser(self, parser: Any) -> None:
-        add = parser.add_argument
-        add("--ckpt_path", type=str | None, required=True, help="a checkpoint, or a run's folder")
-        add("--prompt", type=str, default="\n", help="the text to continue")
-        add("--length", type=int, default=500, help="bytes to write at most")
-        add("--temperature", type=float, default=0.8, help="0: always the most likely byte")
-        add("--top_k", type=int | None, default=None, help="draw from so many bytes only")
-        add("--stop", type=list[str], default=[], help="texts that end it: --stop='[\"END\"]'")
-        add("--seed", type=int, default=0, help="of the draws")
-        add("--weights_only", type=bool | None, help="not used, `fit` saves it")
+
+def in_bfloat16(network: NDLightNet) -> torch.autocast:
+    """Return the context in which a network computes: on a GPU bfloat16 where its precision suffices."""
+    device = next(network.parameters()).device.type
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 
 def generate(arguments: list[str]) -> int:
-    """Print the prompt and its continuation. arguments: `--ckpt_path RUN --prompt TEXT` and the
-    options of GenerateCLI; without `--config` the one that `fit` has saved beside the checkpoint.
+    """Print texts and their continuations. arguments: `--ckpt_path RUN --prompt TEXT` and the options below.
 
-    Raises DataError for a missing or wrong checkpoint or config and for options out of range.
+    Raises DataError for a missing or wrong checkpoint and for options out of range.
     """
-    if not {"-h", "--help"} & {*arguments}:
-        arguments = _with_files(arguments)
-        check_configs(arguments)
-    cli = GenerateCLI(TextTask, TextData, args=arguments, run=False)
-    options, task = cli.config, cli.model
-    check_checkpoint(options.ckpt_path, task, cli.datamodule)
-    task.load_state_dict(torch.load(options.ckpt_path, map_location="cpu", weights_only=True)["state_dict"])
-    plugin: Any = cli.trainer.precision_plugin
-    task = plugin.convert_module(task).to(cli.trainer.strategy.root_device).eval()
-    draws = {name: options[name] for name in ("temperature", "top_k", "stop")}
-    draws["generator"] = torch.Generator().manual_seed(options.seed)
+    parser = WordsParser("ndlightnet text_lm generate", description="Continue texts, in constant memory.")
+    add = parser.add_argument
+    add("--ckpt_path", required=True, help="a checkpoint, or a run's folder")
+    add("--prompt", nargs="+", default=["\n"], help="the text to continue, or several")
+    add("--length", type=int, default=500, help="tokens to write at most")
+    add("--temperature", type=float, default=0.8, help="0: always the most likely token")
+    add("--top_k", type=int, help="draw from so many tokens only")
+    add("--top_p", type=float, help="draw from the most likely tokens, of so much probability")
+    add("--repetition_penalty", type=float, default=1.0, help="divides logits of tokens that the text has; 1: none")
+    add("--stop", nargs="+", default=[], help="texts that end it")
+    add("--seed", type=int, default=0, help="of the draws")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
+    options = vars(parser.parse_args(arguments))
+    network, tokenizer = open_model(options.pop("ckpt_path"), options.pop("device"))
+    options["generator"] = torch.Generator().manual_seed(options.pop("seed"))
     try:
-        with plugin.forward_context():
-            texts = generate_text(task.net, options.prompt, options.length, **draws)
-            _show(options.prompt)
-            for text in texts:
-                _show(text)
+        with in_bfloat16(network):
+            for prompt in options.pop("prompt"):
+                texts = generate_text(network, prompt, tokenizer=tokenizer, **options)
+                _show(prompt)
+                for text in texts:
+                    _show(text)
+                _show("\n")
     except ValueError as error:
         raise DataError(error) from error
     except KeyboardInterrupt:
-        pass
-    _show("\n")
+        _show("\n")
     return 0
 
 
@@ -76,23 +82,3 @@ def _show(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
-
-
-def _with_files(arguments: list[str]) -> list[str]:
-    """Add the best or last checkpoint of a run's folder in `--ckpt_path`, which overrides it, and, if
-    there is no config among the arguments, the one that `fit` has saved in the run."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--ckpt_path")
-    parser.add_argument("-c", "--config", action="append")
-    try:
-        files, _ = parser.parse_known_args(arguments)
-    except ArgumentError as error:
-        raise DataError(error) from error
-    if files.ckpt_path is None:
-        raise DataError("--ckpt_path: expected a checkpoint or the folder of a run, got none")
-    checkpoint, run = find_checkpoint(Path(files.ckpt_path))
-    try:
-        configs = [] if files.config else [f"--config={saved_config(run)}"]
-    except DataError as error:
-        raise DataError(f"{error}; expected it, or --config FILE") from error
-    return [*configs, *arguments, f"--ckpt_path={checkpoint}"]

@@ -1,29 +1,55 @@
-"""Bytes of a text: windows to train with, and the held-out text cut into windows of any length."""
+"""Texts as tokens: windows or documents to train with, and the held-out text in windows of any length."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.text.text_files import RandomWindows, Texts, Windows, find_texts, read_bytes, split
-from ndlightnet.training.core.data_module import DataModule
+from ndlightnet.data.folders import find_root
+from ndlightnet.data.packing import TokenBudgetSampler
+from ndlightnet.data.sampling import mixed, seeded_draws
+from ndlightnet.data.text.text_files import find_texts
+from ndlightnet.data.text.tokenizer import BYTES, load_tokenizer
+from ndlightnet.data.text.tokens import (
+    Documents,
+    RandomWindows,
+    Tokens,
+    Windows,
+    is_token_folder,
+    read_tokens,
+    tokenizer_of,
+)
+from ndlightnet.layout import Packed, pack
+from ndlightnet.training.core.data_module import TimedLoader
+from ndlightnet.training.language.tokenized import TokenizedData
+from ndlightnet.training.report.results import log_rank_zero
 
 
-class TextData(DataModule):
-    """A file of bytes, plain, .gz or .xz: its first part to train, the next to validate, the last to test.
+class TextData(TokenizedData):
+    """A text, its first part to train, the next to validate, the last to test: a file (plain, .gz, .xz, .jsonl with a
+    field text), a data set that Hugging Face's `datasets` has saved, or a folder of token files, which the command
+    `tokenize` writes and which may be larger than memory.
 
     Args:
-        root: the file.
-        fractions: fractions of it to train, to validate (may be 0) and to test.
-        length: bytes to predict in a training window, which holds one byte more.
+        root: the file or folder.
+        val, test: files or folders of their own to validate and to test on, in place of parts of `root`.
+        fractions: fractions of `root` to train, to validate (may be 0) and to test.
+        tokenizer: a name, file or folder, see `load_tokenizer`; default: that of token files, "bytes" of others.
+        length: tokens to predict in a training window, which holds one token more.
         windows: training windows in an epoch, at random positions.
-        batch_size: training windows in a batch.
-        lengths: lengths of the windows that the test text is cut into, besides `length`.
-        test_bytes: at most so many bytes of the test text are predicted, the same ones for every
+        documents: train on documents of at most `length` tokens, end to end without padding, in place of windows: none
+            sees another. An epoch has each once.
+        batch_size: training windows in a batch; of documents as many tokens.
+        lengths: lengths of the windows that the test text is cut into, besides `length`; those that do not fit it are
+            left out, with a note.
+        test_tokens: at most so many tokens of the test text are predicted, the same ones for every
             length: as many as fill whole windows of every length.
         workers: processes that prepare batches.
         input: for predict: a file, or a folder whose files are taken at any depth.
@@ -37,14 +63,19 @@ class TextData(DataModule):
         windows: int = 8192,
         batch_size: int = 32,
         lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768, 65536, 131072),
-        test_bytes: int = 2**20,
+        test_tokens: int = 2**20,
         workers: int = 2,
         input: str | None = None,
+        tokenizer: str | None = None,
+        val: str | None = None,
+        test: str | None = None,
+        documents: bool = False,
     ) -> None:
         super().__init__(root, batch_size, workers, input)
-        self.fractions, self.length, self.windows = fractions, length, windows
-        self.lengths, self.test_bytes = sorted({length, *lengths}), test_bytes
-        self.splits: tuple[Tensor, ...] = ()
+        self.fractions, self.length, self.windows, self.documents = fractions, length, windows, documents
+        self.lengths, self.test_tokens = sorted({length, *lengths}), test_tokens
+        self.source_of_tokenizer, self.files = tokenizer, (val, test)
+        self.splits: tuple[Tokens, ...] = ()
 
     def setup(self, stage: str) -> None:
         if stage == "predict":
@@ -54,32 +85,122 @@ class TextData(DataModule):
             raise DataError(
                 f"length={self.length}, windows={self.windows}, lengths={self.lengths}: expected 1 or more of all"
             )
-        self.splits = self.splits or split(read_bytes(self.root), self.fractions)
+        self.splits = self.splits or self._read()
         train, val, test = self.splits
         for text, use in ((train, "train"), (val, "validate")):
             if len(text) <= self.length and (len(text) or use == "train"):
                 raise DataError(
-                    f"{self.root}: {len(text)} bytes to {use} on: expected length + 1 = {self.length + 1} or more"
+                    f"{self.root}: {len(text)} tokens to {use} on: expected length + 1 = {self.length + 1} or more"
                 )
-        unit = math.lcm(*self.lengths)
-        self.tested = max(0, min(self.test_bytes, len(test) - 1)) // unit * unit
-        if not self.tested:
+        self._choose_lengths(min(self.test_tokens, len(test) - 1))
+        if self.documents:
+            self.train_set = Documents(train, self.known_tokenizer().end, self.length, 1)
+        else:
+            self.train_set = RandomWindows(train, self.length, self.windows)
+        self.val_set = Windows(val, self.length)
+
+    def _read(self) -> tuple[Tokens, ...]:
+        """Read the texts to train, to validate and to test on."""
+        if self.tokenizer is None:
+            own = self.source_of_tokenizer is None and is_token_folder(self.root)
+            self.tokenizer = tokenizer_of(self.root) if own else load_tokenizer(self.source_of_tokenizer or BYTES)
+        text = read_tokens(self.root, self.tokenizer)
+        texts = [None if file is None else read_tokens(find_root(file), self.tokenizer) for file in self.files]
+        train, val, test = self.fractions
+        if any(texts) and math.isclose(sum(self.fractions), 1):  # what a part has a file for is trained on
+            val, test = (0.0 if own else share for own, share in zip(texts, (val, test), strict=True))
+            train = 1 - val - test
+        parts = text.split((train, val, test))
+        return (parts[0], *(own or part for own, part in zip(texts, parts[1:], strict=True)))
+
+    def _choose_lengths(self, most: int) -> None:
+        """Leave out lengths of windows for which the `most` tokens to test on do not suffice."""
+        fitting = [n for n in self.lengths if n <= most]
+        while self.length in fitting and math.lcm(*fitting) > most:
+            fitting.remove(max(n for n in fitting if n != self.length))
+        if missing := [n for n in self.lengths if n not in fitting]:
+            note = f"{max(most, 0)} tokens to test on: windows of {missing} are left out"
+            log_rank_zero([f"{self.root}: {note}"])
+        if self.length not in fitting:
             raise DataError(
-                f"{self.root}: {len(test)} bytes to test on, test_bytes={self.test_bytes}: "
-                f"expected more than {unit} for windows of lengths={self.lengths}"
+                f"{self.root}: {max(most, 0)} tokens to test on, test_tokens={self.test_tokens}: "
+                f"expected length={self.length} or more"
             )
-        self.train_set, self.val_set = RandomWindows(train, self.length, self.windows), Windows(val, self.length)
+        self.lengths, unit = fitting, math.lcm(*fitting)
+        self.tested = most // unit * unit
 
     @property
     def test_text(self) -> Tensor:
-        """The text that is held out to test, (bytes,) uint8."""
-        return self.splits[2]
+        """The tokens that are tested, and the one before them: (tested + 1,) int64."""
+        return self.splits[2][: self.tested + 1]
+
+    def train_dataloader(self) -> Any:
+        if not self.documents:
+            return super().train_dataloader()
+        budget = self.batch_size * (self.length + 1)
+        return packed_loader(self.train_set, budget, self.seed, self.workers, pack_documents)
 
     def test_dataloader(self) -> Any:
-        """Return a loader per length; a batch has at most the bytes of one longest window."""
-        text, longest = self.test_text[: self.tested + 1], self.lengths[-1]
+        """Return a loader per length; a batch has at most the tokens of one longest window."""
+        text, longest = self.splits[2].part(0, self.tested + 1), self.lengths[-1]
         return [DataLoader(Windows(text, n), batch_size=longest // n) for n in self.lengths]
 
     def predict_dataloader(self) -> Any:
         """Return a loader of the input's files, one at a time: {"path", "text" or "error"}."""
-        return DataLoader(Texts(find_texts(self.check_input("a file or a folder to predict", True))), batch_size=None)
+        files = find_texts(self.check_input("a file or a folder to predict", self.tokenizer is not None))
+        return DataLoader(Texts(files, self), batch_size=None)
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Files read one at a time: item i is {"path", "text": (tokens,) int64}, or {"path", "error"} for one that cannot
+    be read."""
+
+    def __init__(self, paths: Sequence[Path], data: TokenizedData) -> None:
+        self.paths, self.data = list(paths), data
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path = self.paths[index]
+        try:
+            return {"path": path, "text": read_tokens(path, self.data.known_tokenizer())[:]}
+        except DataError as error:
+            return {"path": path, "error": str(error)}
+
+
+def pack_documents(documents: Sequence[Tensor]) -> tuple[Packed, Tensor]:
+    """Return documents (tokens,) end to end, each without its last token, and what follows each token, (length,)."""
+    return pack([tokens[:-1] for tokens in documents]), torch.cat([tokens[1:] for tokens in documents])
+
+
+class _Draws(TokenBudgetSampler):
+    """Batches of numbers that differ from epoch to epoch: epoch * samples + sample."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            yield [self.epoch * len(self.lengths) + number for number in batch]
+
+
+class _SeededDraws(Dataset[Any]):
+    """Samples whose draws from torch's global generator follow from the seed and the number of _Draws alone."""
+
+    def __init__(self, samples: Any, seed: int) -> None:
+        self.samples, self.seed = samples, seed
+
+    def __getitem__(self, number: int) -> Any:
+        with seeded_draws(mixed(self.seed, 1, number)):
+            return self.samples[number % len(self.samples)]
+
+
+def packed_loader(samples: Any, budget: int, seed: int, workers: int, collate: Any) -> TimedLoader:
+    """Return a training loader of batches of at most `budget` tokens, of samples that know their `lengths`."""
+    return TimedLoader(
+        _SeededDraws(samples, seed),
+        batch_sampler=_Draws(samples.lengths, budget, seed=seed),
+        num_workers=workers,
+        collate_fn=collate,
+        persistent_workers=workers > 0,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),
+    )

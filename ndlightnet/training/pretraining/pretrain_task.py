@@ -15,7 +15,7 @@ from ndlightnet.layout import per_axis
 from ndlightnet.models import NDLightNet
 from ndlightnet.models.masked import MaskedDecoder, masked_loss
 from ndlightnet.training.core.costs import training_costs
-from ndlightnet.training.core.optim import adamw_with_cosine
+from ndlightnet.training.core.optim import adamw
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.generation.sample_sheets import save_sheet
@@ -95,7 +95,7 @@ class PretrainTask(Task):
     def configure_optimizers(self) -> Any:
         check("model.layer_decay", self.layer_decay, self.layer_decay is None, "null")
         both = nn.ModuleDict({"net": self.net, "decoder": self.decoder})
-        return adamw_with_cosine(self, both)
+        return adamw(self, both)
 
     def samples(self, batch: Any) -> Tensor:
         """Return what the network sees of a batch: (samples, channels, *space)."""

@@ -38,6 +38,7 @@ class Steps:
         weight_decay: float,
         clip: float,
         decay: Callable[[int], float] | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
     ) -> None:
         self.net, self.loss, self.clip, self.decay = net, loss, clip, decay
         device = next(net.parameters()).device
@@ -45,7 +46,7 @@ class Steps:
         self.averaged = deepcopy(net).requires_grad_(False) if decay else net
         self.done = 0
         self.optimizer = torch.optim.AdamW(
-            decayed_groups(net, weight_decay), lr=self.rate, capturable=device.type == "cuda"
+            decayed_groups(net, weight_decay), lr=self.rate, betas=betas, capturable=device.type == "cuda"
         )
         self.replays: dict[tuple[torch.Size, ...], Replay] = {}
 

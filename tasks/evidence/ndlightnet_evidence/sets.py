@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from ndlightnet import Replay
 from ndlightnet.training import ImageData, ImageFolders, TextData
 from ndlightnet.training.classification.scores import scores
-from ndlightnet.training.language.measures import token_nll
+from ndlightnet.training.language.measures import extent, token_nll
 from ndlightnet.training.language.text_task import TextLoss
 from ndlightnet_evidence import runner
 from ndlightnet_evidence.tables import Run
@@ -109,7 +108,7 @@ class Labelled(Samples):
 
 
 class Text(Samples):
-    """Bytes of a text (TextData), tested in windows of several lengths."""
+    """A text (TextData), tested in windows of several lengths."""
 
     def __init__(self, data: TextData, config: dict[str, Any]) -> None:
         super().__init__(data, config)
@@ -122,13 +121,14 @@ class Text(Samples):
 
     @torch.no_grad()
     def test(self, net: nn.Module) -> Run:
-        bits = {}
+        bits, text = {}, extent(self.data.test_text[1:], self.data.known_tokenizer())
         for length, loader in zip(self.data.lengths, self.data.test_dataloader(), strict=True):
             try:
-                nats = sum(token_nll(partial(logits, net), x.to(self.device)).double().sum() for x, _ in loader)
+                with torch.autocast(self.device.type, torch.bfloat16, self.device.type == "cuda"):
+                    nats = sum(token_nll(net, x.to(self.device)).double().sum() for x, _ in loader)
             except torch.OutOfMemoryError:
                 continue
-            bits[f"bits_{length}"] = float(nats) / self.data.tested / math.log(2)
+            bits[f"bits_{length}"] = float(nats) / text.bytes / math.log(2)
         return {"bits_per_byte": bits.get(f"bits_{self.data.length}"), **bits}
 
 

@@ -1,15 +1,14 @@
-"""Reading a file of bytes, splitting it, and windows of it."""
+"""Reading a file: its bytes, and the documents in it, in pieces that can be tokenised one by one."""
 
 import gzip
+import json
 import lzma
-from collections import Counter
 
 import pytest
 import torch
 
-from ndlightnet.data.sampling import SeededSamples
-from ndlightnet.data.text.text_files import RandomWindows, Windows, read_bytes, split
-from ndlightnet.training.core.data_module import DataModule
+from ndlightnet.data.text import text_files
+from ndlightnet.data.text.text_files import find_texts, read_bytes, read_pieces
 
 from ..refusals import refuses
 
@@ -48,80 +47,93 @@ def test_what_is_no_file(tmp_path):
         refuses(lambda path=path: read_bytes(path), path, "no such file$")
 
 
-@pytest.mark.parametrize("fractions", [(0.9, 0.05, 0.05), (0.9, 0.0, 0.1), (0.7, 0.1, 0.2)])
-def test_split_is_of_the_text_in_order(fractions):
-    """The sum of the last is 1 - 1e-16 in floats."""
-    text = torch.arange(180, dtype=torch.uint8)
-    shares = split(text, fractions)
-    assert torch.equal(torch.cat(shares), text)
-    for length, pieces in ((180, shares), (10**8, split(torch.zeros(1, dtype=torch.uint8).expand(10**8), fractions))):
-        assert [len(piece) for piece in pieces] == [round(length * fraction) for fraction in fractions]
-    for wrong in ((0.9, 0.1), (0.9, 0.1, 0.1), (1.1, -0.1, 0.0)):
-        refuses(lambda wrong=wrong: split(text, wrong), None, r"^fractions=\(.*add up to 1$")
+@pytest.mark.parametrize("ending, pack", [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)])
+def test_a_file_is_cut_before_the_spaces_at_the_end_of_a_line(tmp_path, monkeypatch, ending, pack):
+    """Of lines that end in a space, too, as all of WikiText do: no piece is much longer than asked for."""
+    monkeypatch.setattr(text_files, "PIECE", 50)
+    for line in ("words and more .\n", " words and more . \n", "words\r\n", "\u6570\u5b66\u3002\n"):
+        text = line * 40
+        (tmp_path / f"a{ending}").write_bytes(pack(text.encode()))
+        pieces = list(read_pieces(tmp_path / f"a{ending}"))
+        assert "".join(piece.text for piece in pieces) == text
+        assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert len(pieces) > len(text) // 150 and max(len(piece.text) for piece in pieces) <= 150
+        assert all(piece.text[-1].strip() and piece.text.strip() for piece in pieces[:-1])
+        progress = [piece.progress for piece in pieces]
+        assert progress == sorted(progress) and progress[0] > 0 and progress[-1] == 1
 
 
-def test_random_windows_are_pieces_of_equal_parts():
-    text, length, count = torch.arange(100, dtype=torch.uint8), 9, 7
-    windows = RandomWindows(text, length, count)
-    assert len(windows) == count
-    starts = Counter()
-    for _ in range(400):
-        for i in range(count):
-            window = windows[i]
-            assert (window.dtype, window.shape) == (torch.uint8, (length + 1,))
-            first = int(window[0])
-            assert window.tolist() == list(range(first, first + length + 1))
-            # starts 0 to 90 are 91 places, 13 in each part
-            assert 13 * i <= first < 13 * (i + 1)
-            starts[first] += 1
-    assert set(starts) == set(range(91))
-    # 2,800 draws of 91 places: each 30.8 times on average, 5.3 the deviation
-    assert max(starts.values()) < 60
+@pytest.mark.parametrize("text", ["a" * 500, " " * 500, "\n" * 500, "a", "\n", "a \n" + "b" * 500])
+def test_a_text_without_places_to_cut(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(text_files, "PIECE", 50)
+    (tmp_path / "a.txt").write_text(text, newline="")
+    pieces = list(read_pieces(tmp_path / "a.txt"))
+    assert "".join(piece.text for piece in pieces) == text and pieces[-1].last
 
 
-def test_more_random_windows_than_places():
-    text = torch.arange(12, dtype=torch.uint8)
-    starts = [int(window[0]) for window in map(RandomWindows(text, 9, 50).__getitem__, range(50))]
-    assert starts == sorted(starts) and Counter(starts) == {0: 17, 1: 17, 2: 16}
+@pytest.mark.parametrize(
+    "name, pack", [("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress), ("a.jsonl.xz", lzma.compress)]
+)
+def test_documents_of_json_lines(tmp_path, name, pack):
+    """Those without characters, too; a pair of surrogates is a character."""
+    texts = ["one\n", "", "\u2028 \u6570\u5b66 \U0001f600"]
+    lines = [json.dumps({"id": number, "text": text}) for number, text in enumerate(texts)]
+    (tmp_path / name).write_bytes(pack("\n\n".join(lines).encode()))
+    pieces = list(read_pieces(tmp_path / name))
+    assert [piece.text for piece in pieces] == texts and all(piece.last for piece in pieces)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_seeds(workers):
-    """The same from the same seed, others in another epoch, and others in every part."""
-    text, count = torch.randint(256, (50_000,), dtype=torch.uint8), 8
-
-    def epochs(seed):
-        windows = SeededSamples(RandomWindows(text, 30, count), seed)
-        loader = DataModule(".", 1, workers).training_loader(windows, count)
-        windows_of_epochs = []
-        for epoch in range(2):
-            loader.sampler.set_epoch(epoch)
-            windows_of_epochs.append(torch.cat(list(loader)))
-        return windows_of_epochs
-
-    first, again, reseeded = epochs(1), epochs(1), epochs(2)
-    for a, b in zip(first, again, strict=True):
-        assert a.shape == (count, 31) and torch.equal(a, b)
-    # where in its part a window starts: 8 draws of 6,246 places, 2 alike once in 220 times
-    starts = [
-        sorted(int((text.unfold(0, 31, 1) == window).all(1).nonzero()[0]) for window in windows)
-        for windows in (first[0], first[1], reseeded[0])
-    ]
-    places = [[start - i * (len(text) - 30) // count for i, start in enumerate(one)] for one in starts]
-    assert all(0 <= place < 6247 for one in places for place in one)
-    assert len(set(places[0])) > 6
-    for one in places[1:]:
-        assert len({*one} & {*places[0]}) < 2
+@pytest.mark.parametrize(
+    "line", [b"{", b'{"words": "a"}', b'["text"]', b"5", b'{"text": null}', b'{"text": 5}', b'{"text": "\\ud800"}']
+)
+def test_a_bad_line_is_named(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n' + line + b"\n")
+    message = refuses(lambda: list(read_pieces(path)), None, "expected JSON with a field text")
+    assert message.startswith(f"{path}, line 3: ")
 
 
-@pytest.mark.parametrize("length", [1, 4, 9, 29])
-def test_windows_predict_every_byte_but_the_first_once(length):
-    text = torch.arange(30, dtype=torch.uint8)
-    windows = Windows(text, length)
-    items = [windows[i] for i in range(len(windows))]
-    assert [number for _, number in items] == list(range(29 // length))
-    assert all(window.shape == (length + 1,) for window, _ in items)
-    predicted = torch.cat([window[1:] for window, _ in items]).tolist()
-    assert predicted == list(range(1, 1 + length * len(items)))
-    assert torch.cat([window[:-1] for window, _ in items]).tolist() == list(range(length * len(items)))
-    assert len(Windows(text[:length], length)) == len(Windows(text[:0], length)) == 0
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "cannot be read .*utf-8"),
+        ("a.txt", b"a\xff", "cannot be read .*utf-8"),
+        ("a.txt", b"", "is empty$"),
+        ("a.jsonl", b"\n\n", "is empty$"),
+        ("a.txt.gz", gzip.compress(CONTENT, mtime=0)[:-20], "cannot be read"),
+        ("a.jsonl.xz", b"{}", "cannot be read"),
+        ("gone.jsonl", None, "no such file or folder$"),
+    ],
+)
+def test_texts_that_cannot_be_read(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    refuses(lambda: list(read_pieces(tmp_path / name)), tmp_path / name, message)
+
+
+@pytest.mark.slow
+def test_rows_of_a_saved_data_set(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["one", "two\n"], "id": [1, 2]}).save_to_disk(tmp_path / "rows")
+    assert list(read_pieces(tmp_path / "rows")) == [("one", True, 0.5), ("two\n", True, 1.0)]
+    datasets.Dataset.from_dict({"words": ["one"]}).save_to_disk(tmp_path / "words")
+    datasets.Dataset.from_dict({"text": ["a", None]}).save_to_disk(tmp_path / "nothing")
+    halves = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["one"]})})
+    halves.save_to_disk(tmp_path / "halves")
+    for name, words in (
+        ("words", "column text"),
+        ("nothing", "text"),
+        ("halves", "one split"),
+        ("none", "cannot be read"),
+    ):
+        (tmp_path / name).mkdir(exist_ok=True)
+        refuses(lambda name=name: list(read_pieces(tmp_path / name)), tmp_path / name, words)
+
+
+def test_files_of_a_folder(tmp_path):
+    for name in ("b/c.txt", "a.txt", ".hidden", "b/.d/e.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a")
+    assert sorted(find_texts(tmp_path)) == [tmp_path / "a.txt", tmp_path / "b/c.txt"]
+    assert find_texts(tmp_path / "a.txt") == [tmp_path / "a.txt"]
+    refuses(lambda: find_texts(tmp_path / "gone"), tmp_path / "gone")

@@ -151,7 +151,7 @@ model:
   net: {class_path: ndlightnet.NDLightNet, init_args: {dims: 1, vocab_size: 256, causal: true, embed_dim: 16, depth: 1}}
 data:
   class_path: ndlightnet.training.TextData
-  init_args: {length: 16, windows: 32, batch_size: 8, lengths: [32], test_bytes: 64, workers: 0}
+  init_args: {length: 16, windows: 32, batch_size: 8, lengths: [32], test_tokens: 64, workers: 0}
 """
 
 

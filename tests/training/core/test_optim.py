@@ -1,6 +1,7 @@
 """Which parameters decay, and how the learning rate goes."""
 
 import math
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -85,6 +86,54 @@ def test_schedule_rises_to_the_peak_and_falls_on_a_cosine():
     assert rates(20, warmup_epochs=4)[-2] == pytest.approx(0.5 * 20 / 40)  # longer than the training
 
 
+def test_the_inverse_square_root_of_the_step_after_the_warm_up():
+    """As in the paper of the Transformer: (step / warmup) ** -0.5, whatever the number of steps is."""
+    values = rates(200, schedule="inverse_sqrt", warmup_epochs=2)
+    assert values[:20] == pytest.approx([0.5 * step / 20 for step in range(1, 21)])
+    assert values[20:] == pytest.approx([0.5 * math.sqrt(20 / step) for step in range(21, 202)])
+    assert values[79] == pytest.approx(0.25)
+    assert rates(100, schedule="inverse_sqrt", warmup_epochs=2) == pytest.approx(values[:101])
+
+
+def test_a_constant_rate_falls_over_the_last_fifth():
+    values = rates(200, schedule="constant_decay", min_lr=0.1)
+    assert values[:10] == pytest.approx([0.5 * step / 10 for step in range(1, 11)])
+    assert values[10:161] == pytest.approx([0.5] * 151)
+    assert values[160:] == pytest.approx([0.5 - 0.4 * step / 40 for step in range(41)])
+    assert all(0 < rate <= 0.5 for rate in rates(3, schedule="constant_decay"))
+    late = rates(20, schedule="constant_decay", warmup_epochs=1.8, min_lr=0.1)  # a warm-up into the last fifth
+    assert max(late) == pytest.approx(0.5) and late[-1] == pytest.approx(0.1)
+
+
+def test_minutes_set_the_rate_by_the_clock(monkeypatch):
+    """The steps do not count: those of a slow training get the rates of its time, and those before it was resumed
+    have taken some of it."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    net = nn.Linear(2, 2)
+    task = Task(net, lr=0.5, weight_decay=0.03, minutes=2, schedule="constant_decay", min_lr=0.1)
+    task._trainer = SimpleNamespace(num_training_batches=20, accumulate_grad_batches=2)
+    schedule = task.configure_optimizers()["lr_scheduler"]["scheduler"]
+
+    def rate_at(seconds):
+        clock[0] = 1000 + seconds
+        schedule.optimizer.step()
+        schedule.step()
+        return schedule.get_last_lr()[0]
+
+    assert task.budget_used() == 0
+    task.on_train_start()
+    for seconds, rate in ((3, 0.25), (6, 0.5), (60, 0.5), (96, 0.5), (108, 0.3), (120, 0.1), (500, 0.1)):
+        assert rate_at(seconds) == pytest.approx(rate, abs=2e-3)
+    task.seconds_before = 60.0
+    assert rate_at(48) == pytest.approx(0.3, abs=2e-3) and task.budget_used() == pytest.approx(108 / 120)
+
+
+def test_betas_are_those_of_the_optimizer():
+    optimizer, _ = optimizer_of(nn.Linear(2, 2), 10, betas=(0.8, 0.95))
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.95)}
+
+
 def test_the_update_is_one_launch_after_clipping_in_every_precision():
     """Of 16-mixed, too: with its fused optimizers Lightning refuses to clip what is not unscaled yet."""
     net = nn.Linear(2, 2)
@@ -106,9 +155,10 @@ def test_the_update_is_one_launch_after_clipping_in_every_precision():
     assert clipped[0] == pytest.approx(0.5, rel=1e-5) and not torch.equal(net.weight, before)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "inverse_sqrt", "constant_decay"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 19])
-def test_schedule_of_a_short_run_stays_in_bounds(steps):
-    values = rates(steps)
+def test_schedule_of_a_short_run_stays_in_bounds(steps, schedule):
+    values = rates(steps, schedule=schedule)
     assert values[0] == pytest.approx(0.5)  # the warm-up is one step, at the full rate
     assert all(0.5 * 0.01 - 1e-9 <= rate <= 0.5 for rate in values)
 
@@ -163,6 +213,9 @@ def test_layers_of_timm_are_those_that_timm_reads(name):
         ({"weight_decay": -1.0}, r"model\.weight_decay: -1\.0, expected 0 or more"),
         ({"label_smoothing": 2.0}, r"model\.label_smoothing: 2\.0, expected a fraction from 0 to 1"),
         ({"warmup_epochs": -1}, r"model\.warmup_epochs: -1, expected 0 or more epochs"),
+        ({"minutes": 0}, r"model\.minutes: 0, expected a number above 0"),
+        ({"minutes": 2, "warmup_epochs": 1}, r"model\.warmup_epochs: 1, expected null with model\.minutes"),
+        ({"betas": (0.9, 1.0)}, r"model\.betas: \(0\.9, 1\.0\), expected two numbers from 0 to below 1"),
         ({"lr": 1e-4, "min_lr": 1e-3}, r"model\.min_lr: 0\.001, expected 0 to model\.lr=0\.0001"),
         ({"layer_decay": 1.5}, r"model\.layer_decay: 1\.5, expected a fraction above 0"),
         *(

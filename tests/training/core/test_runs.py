@@ -148,7 +148,7 @@ def test_a_training_leaves_its_validations(launch, tmp_path):
     for name, epoch in (("last", 1), ("best", best)):
         values = metrics["fit"][name]
         assert (values["epoch"], values["step"]) == (epoch, epoch + 1)
-        assert values["val_score"] == pytest.approx(scores[epoch], abs=1e-5) == -values["val_bits_per_byte"]
+        assert values["val_score"] == pytest.approx(scores[epoch], abs=1e-5) == -values["val_loss"]
     assert torch.load(root / "checkpoints/best.ckpt", weights_only=True)["epoch"] == best
     assert launch("test", config, f"--ckpt_path={root}/checkpoints/last.ckpt")[0] == 0
     tested = json.loads((root / "metrics.json").read_text())

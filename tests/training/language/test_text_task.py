@@ -35,7 +35,7 @@ model:
 data:
   class_path: ndlightnet.training.TextData
   init_args: {root: nowhere, length: 32, windows: 320, batch_size: 8, lengths: [64, 128],
-              test_bytes: 256, workers: 0}
+              test_tokens: 256, workers: 0}
 """
 
 
@@ -131,14 +131,14 @@ def test_batches_of_all_lengths_are_as_many_bytes(text_file):
         assert sum(len(batch) for batch in windows) * length == 192
 
 
-@pytest.mark.parametrize("test_bytes, counted", [(10**6, 192), (150, 144), (96, 96)])
-def test_each_byte_is_counted_once_at_every_length(tmp_path, text_file, test_bytes, counted):
+@pytest.mark.parametrize("test_tokens, counted", [(10**6, 192), (150, 144), (96, 96)])
+def test_each_byte_is_counted_once_at_every_length(tmp_path, text_file, test_tokens, counted):
     """A network that looks back one byte costs the same in windows of any length, since the same
     bytes are predicted in each of them."""
     file, text = text_file
     logits = 2 * torch.randn(256, 256)
-    metrics = measured(Fixed(logits), tmp_path, file, lengths=(6, 16, 48), test_bytes=test_bytes)
-    assert metrics["test_bytes"] == counted
+    metrics = measured(Fixed(logits), tmp_path, file, lengths=(6, 16, 48), test_tokens=test_tokens)
+    assert metrics["test_tokens"] == counted
     each = costs(text[800 : 801 + counted], logits)
     at = metrics["bits_per_byte_at"]
     assert list(at) == ["6", "8", "16", "48"]  # the training length is always there
@@ -220,7 +220,7 @@ def test_a_periodic_text_is_learnt(tmp_path, monkeypatch, capsys):
     out, _ = capsys.readouterr()
     metrics = json.loads((tmp_path / "runs" / "metrics.json").read_text())
     assert list(metrics["bits_per_byte_at"]) == ["32", "64", "128"]
-    assert metrics["test_bytes"] == 256 and metrics["steps"] == 80
+    assert metrics["test_tokens"] == 256 and metrics["steps"] == 80
     assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"]
     # the first bytes of a window may be any of its nine, or two of them: log2(9) bits of 32 bytes
     assert metrics["bits_per_byte"] < math.log2(9) / 32 + 0.1
@@ -228,7 +228,8 @@ def test_a_periodic_text_is_learnt(tmp_path, monkeypatch, capsys):
     assert metrics["bits_per_byte_at"]["128"] < -(shares * np.log2(shares)).sum()
     assert f"{metrics['bits_per_byte']:.3f} at 32" in out
     logs = (tmp_path / "runs" / "logs" / "version_0" / "metrics.csv").read_text()
-    assert "val_bits_per_byte" in logs.splitlines()[0]
+    names = logs.splitlines()[0].split(",")
+    assert {"loss", "val_loss", "val_score"} <= {*names}
     saved = torch.load(tmp_path / "runs" / "checkpoints" / "last.ckpt", weights_only=True)
     assert metrics["parameters"] == sum(v.numel() for k, v in saved["state_dict"].items() if k != "net.head.weight")
     # a test by itself, of the same checkpoint
@@ -241,19 +242,25 @@ def test_a_periodic_text_is_learnt(tmp_path, monkeypatch, capsys):
     "options, net, message",
     [
         ({"root": "/gone.xz"}, {}, "/gone.xz: no such file"),
-        ({"length": 900}, {}, "ROOT: 900 bytes to train on: expected length + 1 = 901"),
-        ({"length": 50}, {}, "ROOT: 50 bytes to validate on: expected length + 1 = 51"),
-        ({"lengths": (64, 128)}, {}, "ROOT: 50 bytes to test on, test_bytes=256: expected more than 128 for windows "),
+        ({"length": 900}, {}, "ROOT: 900 tokens to train on: expected length + 1 = 901"),
+        ({"length": 50}, {}, "ROOT: 50 tokens to validate on: expected length + 1 = 51"),
+        (
+            {"length": 49, "test_tokens": 40},
+            {},
+            "ROOT: 40 tokens to test on, test_tokens=40: expected length=49 or more",
+        ),
+        ({"fractions": (0.95, 0.05, 0.0)}, {}, "ROOT: 0 tokens to test on, test_tokens=256: expected length=32 or"),
         ({"fractions": (0.5, 0.0, 0.4)}, {}, "fractions=(0.5, 0.0, 0.4): expected"),
         ({"lengths": (0,)}, {}, "length=32, windows=320, lengths=[0, 32]"),
+        ({"tokenizer": "gone.json"}, {}, "tokenizer=gone.json: no such tokenizer"),
         ({}, {"causal": False}, "model.net: expected a network with causal=True, got False"),
-        ({}, {"vocab_size": 255}, "model.net: expected a network with vocab_size=256, got 255"),
+        ({}, {"vocab_size": 255}, "model.net.vocab_size: 255, expected 256 or more, those of the tokenizer"),
         ({}, {"num_classes": 256}, "model.net: expected a network with per_token=True, got False"),
     ],
 )
 def test_what_does_not_fit(text_file, options, net, message):
     root, _ = text_file
-    small = {"root": str(root), "length": 32, "windows": 320, "batch_size": 8, "lengths": (), "test_bytes": 256}
+    small = {"root": str(root), "length": 32, "windows": 320, "batch_size": 8, "lengths": (), "test_tokens": 256}
     arguments = {"dims": 1, "vocab_size": 256, "causal": True, "embed_dim": 8, "depth": 1} | net
     with pytest.raises(DataError, match="^" + re.escape(message.replace("ROOT", str(root)))):
         set_up(TextTask(NDLightNet(**arguments)), TextData(**small | options))

@@ -1,0 +1,120 @@
+"""Tables of texts and labels: TSV, CSV and JSON Lines, plain, .gz or .xz."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.text.text_files import OPENERS, read_bytes
+
+SEPARATORS = {".tsv": "\t", ".csv": ","}
+Cells = Iterator[tuple[int, list[str]]]  # of each row its line, and fields
+
+
+class Row(NamedTuple):
+    """A sample; its label is "" where none is asked for. line: its first line in the file, from 1."""
+
+    texts: tuple[str, ...]
+    label: str
+    line: int
+
+
+def read_table(
+    path: Path, texts: Sequence[str], label: str | None, header: bool = True, quotes: bool | None = None
+) -> list[Row]:
+    """Return the rows of a table, .tsv, .csv or .jsonl, unpacked if its name ends in .gz or .xz, without empty lines.
+
+    Args:
+        texts, label: columns, by the names in the first line, or by their numbers from 0; of .jsonl: fields.
+        header: whether the first line has the names. Columns of a table without them have numbers only.
+        quotes: whether fields with separators and line ends are in quotation marks; default: in .csv, not in .tsv.
+
+    Raises DataError, with the line, for another ending, a missing column, a line of more or fewer fields, no UTF-8, and
+    a file that is missing, damaged or has no rows.
+    """
+    ending = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
+    if ending not in (*SEPARATORS, ".jsonl"):
+        raise DataError(f"{path}: expected a table, .tsv, .csv or .jsonl, plain, .gz or .xz")
+    content = read_bytes(path).numpy().tobytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}, line {line}: is not UTF-8, byte {content[error.start]:#04x}") from error
+    columns = [*texts, *([] if label is None else [label])]
+    if ending == ".jsonl":
+        cells = _objects(path, text, columns)
+    else:
+        quotes = ending == ".csv" if quotes is None else quotes
+        lines = _quoted(path, text, SEPARATORS[ending]) if quotes else _plain(text, SEPARATORS[ending])
+        cells = _columns(path, lines, columns, header)
+    rows = [Row(tuple(row[: len(texts)]), "".join(row[len(texts) :]), line) for line, row in cells]
+    if not rows:
+        raise DataError(f"{path}: has no rows")
+    return rows
+
+
+def number_of(path: Path, row: Row) -> float:
+    """Return a row's label as a number. DataError, with the line, if it is none."""
+    try:
+        value = float(row.label)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise DataError(f"{path}, line {row.line}: the label {row.label!r}, expected a number")
+    return value
+
+
+def _plain(text: str, separator: str) -> Cells:
+    for number, line in enumerate(text.split("\n"), 1):  # the csv module takes a carriage return for an end
+        if line := line.removesuffix("\r"):
+            yield number, line.split(separator)
+
+
+def _quoted(path: Path, text: str, separator: str) -> Cells:
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    before = 0
+    try:
+        for fields in reader:
+            if fields:
+                yield before + 1, fields
+            before = reader.line_num
+    except csv.Error as error:
+        raise DataError(f"{path}, line {before + 1}: {error}") from error
+
+
+def _columns(path: Path, lines: Cells, columns: Sequence[str], header: bool) -> Cells:
+    """Yield the line and the fields of `columns` of each row."""
+    for row, (line, fields) in enumerate(lines):
+        if not row:
+            names = {str(number): number for number in range(len(fields))}
+            names |= {name: number for number, name in enumerate(fields)} if header else {}
+            for column in columns:
+                if column not in names:
+                    expected = f"one of {', '.join(fields)}" if header else f"a number from 0 to {len(fields) - 1}"
+                    raise DataError(f"{path}, line {line}: has no column {column}, expected {expected}")
+            numbers, count = [names[column] for column in columns], len(fields)
+        if len(fields) != count:
+            raise DataError(f"{path}, line {line}: {len(fields)} fields, expected {count}")
+        if row or not header:
+            yield line, [fields[number] for number in numbers]
+
+
+def _objects(path: Path, text: str, columns: Sequence[str]) -> Cells:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            fields: Any = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}, line {number}: is not JSON ({error})") from error
+        values = [fields.get(column) if isinstance(fields, dict) else None for column in columns]
+        if None in values:
+            raise DataError(f"{path}, line {number}: has no field {columns[values.index(None)]}")
+        yield number, [value if isinstance(value, str) else json.dumps(value) for value in values]

@@ -1,0 +1,130 @@
+"""Texts of which some tokens are hidden, in windows or whole documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.sampling import mixed, seeded_draws
+from ndlightnet.data.text.tokenizer import MASKS, Tokenizer
+from ndlightnet.data.text.tokens import Documents, RandomWindows, Windows
+from ndlightnet.layout import Packed, pack
+from ndlightnet.training.core.options import check
+from ndlightnet.training.language.text_data import TextData, packed_loader
+
+MASKED, REPLACED = 0.8, 0.1  # of the hidden tokens; the rest stay as they are
+
+
+class HiddenTokens(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Texts (tokens,) with hidden tokens: item i is (tokens, places, labels): (tokens,) int64, and of each hidden token
+    its place and what it was, (hidden,) int64: `fraction` of a text's length. 80 % of them become the mask, 10 % any
+    token. It draws from torch's global generator, with a `seed` always the same for an item."""
+
+    def __init__(self, texts: Any, fraction: float, tokenizer: Tokenizer, seed: int | None = None) -> None:
+        self.texts, self.fraction, self.tokenizer, self.seed = texts, fraction, tokenizer, seed
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each item, of texts that know them."""
+        lengths: list[int] = self.texts.lengths
+        return lengths
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        item = self.texts[index]
+        tokens = item[0] if isinstance(item, tuple) else item
+        if self.seed is None:
+            return self._hide(tokens)
+        with seeded_draws(mixed(self.seed, 4, index)):
+            return self._hide(tokens)
+
+    def _hide(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        count = max(1, round(self.fraction * len(tokens)))
+        places = torch.randperm(len(tokens))[:count]
+        labels, draws = tokens[places], torch.rand(count)
+        words = torch.randint(self.tokenizer.vocab_size, (count,)).where(draws < MASKED + REPLACED, labels)
+        tokens = tokens.clone()
+        tokens[places] = words.masked_fill(draws < MASKED, self.tokenizer.mask or 0)
+        return tokens, places, labels
+
+
+def collate_hidden(items: Sequence[tuple[Tensor, Tensor, Tensor]], packed: bool) -> tuple[Packed | Tensor, ...]:
+    """Return texts in a batch (batch, length), or of any lengths in a pack, the places of the hidden tokens among all
+    tokens of the batch, and their labels, (hidden,) int64 each."""
+    texts, places, labels = zip(*items, strict=True)
+    starts = accumulate(map(len, texts[:-1]), initial=0)
+    flat = torch.cat([place + start for place, start in zip(places, starts, strict=True)])
+    return pack(texts) if packed else torch.stack(texts), flat, torch.cat(labels)
+
+
+class MaskedTextData(TextData):
+    """Texts of TextData with hidden tokens; the tokenizer has a token for them.
+
+    Args:
+        root: as in TextData, as all others but those below.
+        length: tokens of a window, or the most of a document.
+        hidden: fraction of the tokens that are hidden.
+        test_tokens: at most so many tokens of the test text, whose hidden ones are always the same.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        fractions: tuple[float, float, float] = (0.98, 0.01, 0.01),
+        length: int = 128,
+        windows: int = 2**17,
+        batch_size: int = 1024,
+        test_tokens: int = 2**20,
+        workers: int = 2,
+        tokenizer: str | None = None,
+        val: str | None = None,
+        test: str | None = None,
+        documents: bool = False,
+        hidden: float = 0.25,
+    ) -> None:
+        check("data.hidden", hidden, 0 < hidden < 1, "a fraction between 0 and 1")
+        check("data.length", length, length > 1, "2 or more tokens")
+        shape = (fractions, length, windows, batch_size, (length,), test_tokens, workers, None)
+        super().__init__(root, *shape, tokenizer, val, test, documents)
+        self.hidden = hidden
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        tokenizer = self.known_tokenizer()
+        if tokenizer.mask is None:
+            expected = f"one with a token {', '.join(MASKS)}, such as `tokenize --train` makes"
+            raise DataError(f"data.tokenizer: has no token that hides another, expected {expected}")
+
+        def hide(texts: Any, seed: int | None = None) -> HiddenTokens:
+            return HiddenTokens(texts, self.hidden, tokenizer, seed)
+
+        train, val, test = self.splits
+        windows = RandomWindows(train, self.length - 1, self.windows)
+        self.train_set = hide(Documents(train, tokenizer.end, self.length, 0) if self.documents else windows)
+        self.val_set = hide(Windows(val, self.length - 1), self.seed)
+        self.test_set = hide(Windows(test.part(0, self.tested), self.length - 1), self.seed)
+
+    @staticmethod
+    def collate(items: Sequence[Any]) -> Any:
+        return collate_hidden(items, packed=False)
+
+    def train_dataloader(self) -> Any:
+        if not self.documents:
+            return super().train_dataloader()
+        budget = self.batch_size * self.length
+        return packed_loader(self.train_set, budget, self.seed, self.workers, partial(collate_hidden, packed=True))
+
+    def test_dataloader(self) -> Any:
+        return self.still_loader(self.test_set)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        raise DataError("predict: a masked model has none, expected fit, validate or test")

@@ -1,0 +1,172 @@
+"""Tables of texts, or pairs of texts, with labels: the tokens of a sample, packed without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.made.sentences import make_sentences
+from ndlightnet.data.packing import PackCollate
+from ndlightnet.data.text.tables import Row, number_of, read_table
+from ndlightnet.data.text.tokenizer import BYTES, load_tokenizer
+from ndlightnet.training.core.data_module import held_out
+from ndlightnet.training.core.options import check
+from ndlightnet.training.language.tokenized import TokenizedData
+from ndlightnet.training.report.results import log_rank_zero
+
+
+def join_texts(texts: Sequence[Sequence[int]], end: int, length: int) -> list[int]:
+    """Return the tokens of each text, and `end` after it, `length` together at most: the longest text is cut first, at
+    its end."""
+    room, kept = length - len(texts), {}
+    for place, number in enumerate(sorted(range(len(texts)), key=lambda number: len(texts[number]))):
+        kept[number] = min(len(texts[number]), room // (len(texts) - place))
+        room -= kept[number]
+    return [token for number, text in enumerate(texts) for token in (*text[: kept[number]], end)]
+
+
+class Sentences(Dataset[tuple[Tensor, float, int]]):
+    """Samples (tokens (length,) int64, label, number); labels are numbers of classes, or values.
+
+    rows: what they were read from.
+    """
+
+    def __init__(self, rows: Sequence[Row], tokens: Sequence[list[int]], labels: Sequence[float]) -> None:
+        self.rows, self.tokens, self.labels = rows, tokens, labels
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, float, int]:
+        return torch.tensor(self.tokens[index]), self.labels[index], index
+
+
+class SentenceData(TokenizedData):
+    """Tables of labelled texts, .tsv, .csv or .jsonl, see `read_table`. The classes are the labels in `train`, sorted;
+    for a regression (`model.regression`) labels are numbers.
+
+    Args:
+        root: the folder of the tables.
+        train, test: the tables to train and to test on.
+        val: the table to validate on, or the fraction of `train` that is held out for it; 0: none.
+        text: the column of the text, or the two of a pair: its name, or its number from 0.
+        label: that of the label.
+        header: whether the first line of a table has the names of its columns.
+        quotes: whether its fields are in quotation marks; default: in .csv, not in .tsv.
+        tokenizer: a name, file, folder, or the checkpoint of another training, see `load_tokenizer`.
+        length: most tokens of a sample: those of each text and one that ends it. Of a pair, the longer text is cut.
+        batch_size: samples in a batch, end to end without padding: none sees another.
+        workers: processes that prepare batches.
+        input: for predict: a table, which needs no labels.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        train: str = "train.tsv",
+        val: float | str = 0.1,
+        test: str = "test.tsv",
+        text: str | int | list[str | int] = "text",
+        label: str | int = "label",
+        header: bool = True,
+        quotes: bool | None = None,
+        tokenizer: str = BYTES,
+        length: int = 128,
+        batch_size: int = 32,
+        workers: int = 0,
+        input: str | None = None,
+    ) -> None:
+        super().__init__(root, batch_size, workers, input)
+        self.columns = [str(column) for column in (text if isinstance(text, list) else [text])]
+        check("data.text", text, len(self.columns) in (1, 2), "one column, or the two of a pair")
+        check("data.length", length, length > len(self.columns), "more tokens than texts, which one ends each")
+        check("data.val", val, isinstance(val, str) or 0 <= val < 1, "a table, or a fraction below 1")
+        self.files, self.val, self.label = {"train": train, "test": test}, val, str(label)
+        self.header, self.quotes = header, quotes
+        self.tokenizer_source, self.length = tokenizer, length
+        self.collate = PackCollate(None)
+        self.classes: tuple[str, ...] = ()
+
+    def names(self) -> dict[str, list[Any]]:
+        return {**super().names(), "classes": list(self.classes)}
+
+    def set_names(self, names: dict[str, list[Any]]) -> None:
+        self.classes = tuple(names["classes"])
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "predict":
+            return  # tokenizer and classes come with the checkpoint
+        self.tokenizer = self.tokenizer or load_tokenizer(self.tokenizer_source)
+        task: Any = None if self.trainer is None else self.trainer.lightning_module
+        self.regression = getattr(task, "regression", False)
+        # to test, the table of the training need not be here
+        train, test = (self.root / self.files[name] for name in ("train", "test"))
+        rows = self._read(train if train.is_file() or stage != "test" else test)
+        if not self.regression:
+            self.classes = tuple(sorted({row.label for row in rows}))
+            if len(self.classes) < 2:
+                raise DataError(f"{train}: has the classes {list(self.classes)}, expected two or more labels")
+        if stage == "test":
+            self.test_set = self._sentences(test, self._read(test))
+            return
+        if isinstance(self.val, str):
+            file, held = self.root / self.val, self._read(self.root / self.val)
+        else:
+            file, (rows, held) = train, self._split(rows, self.val)
+        self.train_set, self.val_set = self._sentences(train, rows), self._sentences(file, held)
+
+    def _split(self, rows: list[Row], fraction: float) -> tuple[list[Row], list[Row]]:
+        """Return the rows without and with an evenly spaced `fraction`, of each class."""
+        places: dict[str, list[int]] = {}
+        for place, row in enumerate(rows):
+            places.setdefault("" if self.regression else row.label, []).append(place)
+        held = {each[number] for each in places.values() for number in held_out(fraction, len(each))}
+        return [row for n, row in enumerate(rows) if n not in held], [rows[n] for n in sorted(held)]
+
+    def _read(self, path: Path, labelled: bool = True) -> list[Row]:
+        return read_table(path, self.columns, self.label if labelled else None, self.header, self.quotes)
+
+    def _sentences(self, path: Path, rows: list[Row], labelled: bool = True) -> Sentences:
+        tokenizer = self.known_tokenizer()
+        texts = [tokenizer.encode([row.texts[number] for row in rows]) for number in range(len(self.columns))]
+        pairs = list(zip(*texts, strict=True))
+        if cut := sum(sum(map(len, pair)) + len(pair) > self.length for pair in pairs):
+            log_rank_zero([f"{path}: {cut} of {len(rows)} samples are cut to length={self.length} tokens"])
+        tokens = [join_texts(pair, tokenizer.end, self.length) for pair in pairs]
+        return Sentences(rows, tokens, [self._label(path, row) if labelled else 0 for row in rows])
+
+    def _label(self, path: Path, row: Row) -> float:
+        if self.regression:
+            return number_of(path, row)
+        if row.label not in self.classes:
+            lines = f"{path}, line {row.line}: the label {row.label!r}"
+            raise DataError(f"{lines}, expected one of those in training: {', '.join(self.classes)}")
+        return self.classes.index(row.label)
+
+    def predict_dataloader(self) -> Any:
+        path = Path(self.check_input("a table to predict", self.tokenizer is not None))
+        self.test_set = self._sentences(path, self._read(path, labelled=False), labelled=False)
+        return self.still_loader(self.test_set)
+
+
+class MadeSentences(SentenceData):
+    """Sentences, acceptable or not, that are made under `root` if they do not exist yet, see
+    ndlightnet.data.made.sentences.
+
+    samples: number of training and of test sentences.
+    """
+
+    def __init__(self, root: str, samples: tuple[int, int] = (6000, 1000), **kwargs: Any) -> None:
+        super().__init__(root, text="sentence", **kwargs)
+        self.samples = samples
+
+    def prepare_data(self) -> None:
+        if self.trainer is None or not self.trainer.predicting:
+            make_sentences(self.root, *self.samples)

@@ -1,0 +1,113 @@
+"""The command `table`: trains and tests on each config with each seed, and tabulates the scores, as of GLUE."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from ndlightnet.data.errors import atomic_write
+from ndlightnet.training.core.cli import task_cli
+from ndlightnet.training.core.options import WordsParser, check, check_configs
+from ndlightnet.training.core.runs import resumption
+from ndlightnet.training.language.sentence_data import SentenceData
+from ndlightnet.training.language.text_cls_task import TextClsTask
+from ndlightnet.training.report.results import log_rank_zero, write_json
+
+Scores = dict[str, float]
+
+
+def table(arguments: list[str]) -> None:
+    """Train and test on several configs, with several seeds, and write the table of the scores. A finished run is not
+    run again. The weights after the last step are tested; no checkpoint is written. Raises DataError for a wrong config
+    and for a folder of runs with other options."""
+    parser = WordsParser("text_cls.py table", description="Other options are those of fit, for all runs.")
+    parser.add_argument("configs", nargs="+", metavar="CONFIG", help="a run is named after its config")
+    parser.add_argument("--init", help="a checkpoint that all begin with, model.init")
+    parser.add_argument("--tokenizer", help="of all, data.tokenizer")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/glue"), help="the folder of the runs and the table")
+    chosen, options = parser.parse_known_args(arguments)
+    configs = {Path(config).stem: config for config in chosen.configs}
+    check("table", chosen.configs, len(configs) == len(chosen.configs), "configs of different names")
+    check_configs([f"--config={config}" for config in configs.values()])
+    named = {"model.init": chosen.init, "data.init_args.tokenizer": chosen.tokenizer}
+    options = [f"--{name}={value}" for name, value in named.items() if value is not None] + options
+    _check_options(chosen.out, options)
+    # every task with one seed before the next seed: then it is known how long each takes
+    runs = [(name, seed) for seed in chosen.seeds for name in configs]
+    folders = {run: chosen.out / f"{run[0]}-{run[1]}" for run in runs}
+    scores = {run: done for run in runs if (done := _scores_of(folders[run]))}
+    waiting, seconds, begun = [run for run in runs if run not in scores], dict[str, float](), time.monotonic()
+    for number, (name, seed) in enumerate(waiting, 1):
+        started = time.monotonic()
+        run = _run(folders[name, seed], ["--config", configs[name], f"--seed_everything={seed}", *options])
+        scores[name, seed], ended = run, time.monotonic()
+        seconds[name] = ended - started
+        left = sum(seconds.get(task, mean(seconds.values())) for task, _ in waiting[number:])
+        values = ", ".join(f"{metric} {100 * value:.1f}" for metric, value in run.items())
+        times = f"{_clock(ended - begun)} passed, about {_clock(left)} left"
+        print(f"{number}/{len(waiting)} {name}, seed {seed}: {values}; {times}", file=sys.stderr, flush=True)
+        _write(chosen.out, options, configs, chosen.seeds, scores)
+    _write(chosen.out, options, configs, chosen.seeds, scores)
+    print((chosen.out / "table.md").read_text("utf-8"), end="")
+
+
+def _check_options(out: Path, options: Sequence[str]) -> None:
+    """Raise DataError if `out` has runs with other options."""
+    path = out / "table.json"
+    if not path.is_file():
+        write_json(path, {"options": options})
+    before = json.loads(path.read_bytes()).get("options")
+    check("--out", f"{out} has runs with {before}", before == options, f"{list(options)}, or another folder")
+
+
+def _scores_of(folder: Path) -> Scores | None:
+    """Return the scores of a run, None if it is not finished. A correlation of equal values, null, counts as 0."""
+    path = folder / "metrics.json"  # `fit` writes it, too
+    scores = json.loads(path.read_bytes()).get("scores") if path.is_file() else None
+    return None if scores is None else {metric: value or 0.0 for metric, value in scores.items()}
+
+
+def _run(folder: Path, options: list[str]) -> Scores:
+    usual = ["--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
+    words = ["fit", *usual, *options, f"--trainer.default_root_dir={folder}", *resumption(folder)]
+    cli = task_cli(TextClsTask, SentenceData, words)
+    cli.trainer.test(cli.model, cli.datamodule, verbose=False)
+    log_rank_zero(cli.model.notes)
+    del cli
+    gc.collect()  # a network that has been trained must not be in the memory of the next
+    return _scores_of(folder) or {}
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _write(out: Path, options: list[str], names: Any, seeds: list[int], scores: dict[tuple[str, int], Scores]) -> None:
+    """Write table.json and table.md. A task counts with the mean of its metrics, as in GLUE."""
+
+    def spread(values: Sequence[float]) -> str:
+        return f"{100 * mean(values):.1f}" + (f" ± {100 * stdev(values):.1f}" if len(values) > 1 else "")
+
+    tasks: dict[str, Any] = {}
+    lines = [f"| x 100, seeds {', '.join(map(str, seeds))} | metrics | score |", "|---|---|---|"]
+    for name in names:
+        rows = [scores[name, seed] for seed in seeds if (name, seed) in scores]
+        metrics = {key: [row[key] for row in rows] for key in (rows or [{}])[0]}
+        tasks[name] = {"metrics": metrics, "score": [mean(row.values()) for row in rows]}
+        if rows:
+            cells = ", ".join(f"{key} {spread(values)}" for key, values in metrics.items())
+            lines.append(f"| {name} | {cells} | {spread(tasks[name]['score'])} |")
+    means = [mean(row) for row in zip(*(task["score"] for task in tasks.values()), strict=False)]
+    if means:
+        lines.append(f"| mean | | {spread(means)} |")
+    write_json(out / "table.json", {"options": options, "seeds": seeds, "tasks": tasks, "mean": means})
+    with atomic_write(out / "table.md") as draft:
+        draft.write_text("\n".join(lines) + "\n", "utf-8")

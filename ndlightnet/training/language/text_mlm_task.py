@@ -1,0 +1,83 @@
+"""Masked language models: networks that read in both directions and predict hidden tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ndlightnet.training.core.costs import training_costs
+from ndlightnet.training.language.text_task import TextLoss
+from ndlightnet.training.language.tokenized import TokenizedTask
+from ndlightnet.training.report.results import write_metrics
+
+
+class MaskedTextTask(TokenizedTask):
+    """Trains `net`, tokens (batch, length) -> logits (batch, length, vocabulary) of the token at each place, to predict
+    the hidden tokens of MaskedTextData. `test` gives the mean loss in nats, the perplexity and the accuracy of those.
+
+    Args:
+        net: the network, which is not causal.
+        others: as in Task.
+    """
+
+    saved = (*TokenizedTask.saved, "cost")
+    measures = "step"
+    monitor = "val_score"
+
+    def __init__(self, net: nn.Module, lr: float = 1e-3, weight_decay: float = 0.01, **kwargs: Any) -> None:
+        super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
+        vars(self)["called"] = TextLoss(net)
+
+    def setup(self, stage: str) -> None:
+        self.expect(causal=False, per_token=True)
+        super().setup(stage)
+
+    def example_inputs(self) -> tuple[Tensor, ...] | None:
+        data = self.data()
+        if data.documents:
+            return None
+        items = [data.train_set[number] for number in range(data.batch_size)]
+        return tuple(x.to(self.device) for x in data.collate(items))
+
+    def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
+        loss: Tensor = self(*batch)
+        self.log("loss", loss.detach(), prog_bar=True, batch_size=len(batch[0]))
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, ...], _: int) -> None:
+        losses, right = self._hidden(*batch)
+        loss, count = losses.mean(), len(losses)
+        self.log("val_loss", loss, prog_bar=True, batch_size=count, sync_dist=True)
+        self.log("val_accuracy", right.mean(), batch_size=count, sync_dist=True)
+        self.log("val_score", -loss, batch_size=count, sync_dist=True)
+
+    def _hidden(self, tokens: Tensor, places: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each hidden token, and whether the likeliest one is right, (hidden,) float32 each."""
+        net: Any = self.net
+        features = net.forward_head(net.forward_features(tokens), pre_logits=True).flatten(0, -2)[places]
+        logits = net.head(features).float()
+        return cross_entropy(logits, labels, reduction="none"), (logits.argmax(-1) == labels).float()
+
+    def on_test_epoch_start(self) -> None:
+        self.sums: dict[int, Tensor] = {}  # hidden tokens, their losses and how many are right, of each batch
+
+    def test_step(self, batch: tuple[Tensor, ...], number: int) -> None:
+        losses, right = self._hidden(*batch)
+        count = losses.new_tensor(len(losses))
+        key = number * self.trainer.world_size + self.global_rank
+        self.sums[key] = torch.stack([count, losses.sum(), right.sum()]).double().cpu()
+
+    def on_test_epoch_end(self) -> None:
+        sums = self.gathered(self.sums)
+        if not self.trainer.is_global_zero:
+            return
+        count, loss, right = torch.stack([*sums.values()]).sum(0).tolist()
+        metrics = {"loss": loss / count, "perplexity": math.exp(loss / count), "accuracy": right / count}
+        write_metrics(self.out(), {**metrics, "hidden_tokens": int(count), **training_costs(self.net, self.cost)})
+        self.summary = (
+            f"loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.3f} of hidden tokens; see {self.out()}"
+        )
