@@ -31,6 +31,7 @@ GROUPS: dict[str, Callable[[Bench], None]] = {
     "local": operator_rows.local,
     "norm": operator_rows.norm,
     "step": network_rows.step,
+    "text": network_rows.text,
     "generation": network_rows.generation,
     "decode": operator_rows.decode,
     "figure": attention_rows.figure,

@@ -137,6 +137,7 @@ def test_all_groups_have_their_rows_and_floors(bench, monkeypatch, tmp_path):
     marks = {f"{network_rows.FACT} {n}, {name}" for n in range(2, 101, 2) for name in ("all frames", "window 16")}
     assert {fact for fact in bench.facts if fact.startswith(network_rows.FACT)} == marks
     network_rows.step(bench, grid=(2, 2, 2), dim=64, depth=1)
+    network_rows.text(bench, {"tiny": (64, 1, 4096)}, 2048, 300)
     network_rows.generation(bench, side=16, batch=2, dim=64, depth=1)
     assert [c for c in of(bench, "ours") if c["ms"] is None] == []
     timed = {(c["row"], c["pass"], c["who"]) for c in bench.cells if c["ms"]}

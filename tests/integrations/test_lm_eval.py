@@ -11,13 +11,16 @@ import torch
 pytest.importorskip("lm_eval")
 
 import lm_eval
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from transformers import PreTrainedTokenizerFast
 
 from ndlightnet import NDLightNet, SoftmaxAttention, mixers
 from ndlightnet.data.text.tokenizer import ByteTokenizer, train_tokenizer
 from ndlightnet.inference import generate_text
 from ndlightnet.inference.likelihood import rolling_log_likelihood
 from ndlightnet.integrations.lm_eval import NDLightNetLM
+from ndlightnet.integrations.transformers_lm import NDLightNetForCausalLM
 from ndlightnet.training.language.evaluate_command import evaluate
 from tests.training.conftest import save_language_model
 
@@ -109,6 +112,15 @@ def test_the_harness_and_evaluate_agree_to_the_digit(model, run, tmp_path, monke
         assert ours["continued"]["perplexity"] == pytest.approx(
             theirs["local_continued"]["perplexity,none"], rel=close, abs=0
         )
+    model[0].save_pretrained(tmp_path / "model")
+    fast = PreTrainedTokenizerFast(tokenizer_object=model[1].tokenizer, eos_token="<|endoftext|>", pad_token="<|mask|>")
+    harness = HFLM(NDLightNetForCausalLM.from_pretrained(tmp_path / "model"), tokenizer=fast, batch_size=8)
+    theirs = lm_eval.simple_evaluate(**{**options, "model": harness})["results"]  # in batches padded at the left
+    for name in YAML:
+        assert ours[name]["accuracy"] == theirs[f"local_{name}"]["acc,none"]
+    assert ours["choices"]["acc_norm"] == theirs["local_choices"]["acc_norm,none"]
+    perplexity = theirs["local_continued"]["perplexity,none"]
+    assert ours["continued"]["perplexity"] == pytest.approx(perplexity, rel=1e-5)  # sums in float32 in another order
     stderrs = lm_eval.simple_evaluate(model_args=f"pretrained={run}", **{**options, "bootstrap_iters": 10})["results"]
     assert ours["choices"]["stderr"] == pytest.approx(stderrs["local_choices"]["acc_stderr,none"], rel=1e-12)
     assert 0 < ours["choices"]["accuracy"] < 1  # no trivial agreement

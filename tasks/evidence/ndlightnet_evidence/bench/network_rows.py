@@ -14,7 +14,16 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils._pytree import tree_leaves
 
 from ndlightnet.models import NDLightDiT, NDLightNet
-from ndlightnet.nn.mixers import Identity, LightNetAttention, SoftmaxAttention, WithLocal
+from ndlightnet.nn.mixers import (
+    GatedDeltaNet,
+    Identity,
+    LightNetAttention,
+    SoftmaxAttention,
+    WithLocal,
+    published_mixer,
+    text_mixer,
+)
+from ndlightnet.training.language.text_task import TextLoss
 from ndlightnet_evidence import plots
 from ndlightnet_evidence.bench import rival_kernels
 from ndlightnet_evidence.bench.rows import Bench, Case
@@ -22,6 +31,8 @@ from ndlightnet_evidence.bench.timing import Call
 
 PATCH, COMPILED, CLASSES = (2, 16, 16), ", blocks compiled", 10
 WINDOWS = {"all frames": None, "window 16": 16}
+SIZES = {"45 M": (512, 6, 2**17), "385 M": (1024, 26, 2**15)}  # of language models: width, depth, tokens in a batch
+LENGTHS = (2048, 16384, 131072)  # of their windows
 FACT = "memory in MB after frames:"
 Within = Callable[[Call], Call]
 
@@ -91,6 +102,36 @@ def step(bench: Bench, grid: tuple[int, int, int] = (32, 32, 32), dim: int = 384
         backends = rival_kernels.backends(bench.device.type == "cuda" and who == "softmax")
         prepares = {name: partial(prepare, row, who, mixer, within) for name, within in backends.items()}
         bench.fastest(case, "fwd+bwd", who, prepares)
+
+
+def text(
+    bench: Bench, sizes: Mapping[str, tuple[int, int, int]] = SIZES, tokens: int = 2**17, words: int = 50304
+) -> None:
+    """Time a step of language models, on so many tokens in windows of several lengths; record its memory. sizes:
+    (width, depth, most tokens in a batch), of each name."""
+    mixers: dict[str, Callable[[int], nn.Module]] = {
+        "ours": text_mixer,
+        "as published": published_mixer,
+        "softmax": SoftmaxAttention,
+        "gated delta": GatedDeltaNet,  # on flash-linear-attention's kernels
+    }
+
+    def prepare(name: str, length: int, mixer: Callable[[int], nn.Module], within: Within) -> list[Call]:
+        width, depth, most = sizes[name]
+        net = NDLightNet(1, vocab_size=words, causal=True, embed_dim=width, depth=depth, mixer=mixer).to(bench.device)
+        windows = torch.randint(words, (max(1, min(tokens, most) // length), length + 1), device=bench.device)
+        loss = TextLoss(net)
+        work, backward = map(within, updates(net, lambda: loss(windows)))
+        record_memory(bench, f"text {name}, {length}", backward, windows[:, 1:].numel())
+        return [work]
+
+    for name, (width, _, most) in sizes.items():
+        for length in (n for n in LENGTHS if n <= min(most, tokens)):
+            case = Case(f"text, {name}", max(1, min(tokens, most) // length), length, width // 64, 64)
+            for who, mixer in mixers.items():
+                backends = rival_kernels.backends(bench.device.type == "cuda" and who == "softmax")
+                prepares = {at: partial(prepare, name, length, mixer, within) for at, within in backends.items()}
+                bench.fastest(case, "fwd+bwd", who, prepares)
 
 
 def generation(bench: Bench, side: int = 128, batch: int = 16, dim: int = 384, depth: int = 12) -> None:
