@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, takewhile, tee, zip_longest
@@ -176,54 +175,33 @@ def _probabilities(logits: Tensor, top_k: int | None, top_p: float | None) -> Te
     return torch.zeros_like(probs).scatter(-1, order, probs)
 
 
-class _Bytes:
-    """The bytes of a text in UTF-8, which `generate_text` takes for tokens where none else are meant: ndlightnet.data
-    has more tokenizers, but this package may not import it."""
-
-    vocab_size, end = 256, 0
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(text.encode()) for text in texts]
-
-    def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in tokens:
-            yield decoder.decode(bytes([token]))
-        yield decoder.decode(b"", final=True)
-
-
 def generate_text(
     network: Any,
     prompt: str | Sequence[str],
     length: int,
     *,
-    tokenizer: Any = None,
+    tokenizer: Any,
     stop: str | Sequence[str] = (),
     **options: Any,
 ) -> Iterator[Any]:
     """Yield the text with which a language model continues `prompt`, character by character as soon as one is
     complete; for several prompts lists of a character of each, "" where a text has ended.
 
-    length: in tokens. tokenizer: a Tokenizer of ndlightnet.data.text.tokenizer, such as the one in the checkpoint;
-    default: the bytes of the text in UTF-8. An empty prompt begins after its token `end`, which also ends a text. stop:
-    texts that end it, wherever tokens begin; they are not yielded, and characters that may begin one wait. Bytes that
-    are no UTF-8 become U+FFFD; tokens beyond the tokenizer's have no text. options: temperature, top_k, top_p,
-    repetition_penalty and generator as in `generate`.
-    Raises ValueError as `generate`, and for a vocabulary of more than the 256 bytes without a tokenizer.
+    length: in tokens. tokenizer: a Tokenizer of ndlightnet.data.text.tokenizer, such as the one in the checkpoint. An
+    empty prompt begins after its token `end`, which also ends a text. stop: texts that end it, wherever tokens begin;
+    they are not yielded, and characters that may begin one wait. Bytes that are no UTF-8 become U+FFFD; tokens beyond
+    the tokenizer's have no text. options: temperature, top_k, top_p, repetition_penalty and generator as in `generate`.
+    Raises ValueError as `generate`.
     """
-    vocabulary = getattr(network, "vocab_size", None)
-    if tokenizer is None and vocabulary is not None and vocabulary > 256:
-        raise ValueError(f"network: has vocab_size={vocabulary}, expected 256, the bytes of a text, or a tokenizer")
-    codec = _Bytes() if tokenizer is None else tokenizer
     ends = [stop] if isinstance(stop, str) else [*stop]
     if not all(ends):
         raise ValueError(f"stop={stop!r}: expected texts of one character or more")
-    prompts = [row or [codec.end] for row in codec.encode([prompt] if isinstance(prompt, str) else prompt)]
+    prompts = [row or [tokenizer.end] for row in tokenizer.encode([prompt] if isinstance(prompt, str) else prompt)]
     drawn = generate(network, prompts, length, **options)
 
     def text(row: Iterator[int]) -> Iterator[str]:
-        row = takewhile(lambda token: token != codec.end, row)
-        pieces = codec.decode_stream(token for token in row if token < codec.vocab_size)
+        row = takewhile(lambda token: token != tokenizer.end, row)
+        pieces = tokenizer.decode_stream(token for token in row if token < tokenizer.vocab_size)
         return _ended(chain.from_iterable(pieces), ends)
 
     texts = [text(row) for row in _rows(drawn, len(prompts))]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.sampling import mixed, seeded_draws
@@ -125,6 +125,3 @@ class MaskedTextData(TextData):
 
     def test_dataloader(self) -> Any:
         return self.still_loader(self.test_set)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        raise DataError("predict: a masked model has none, expected fit, validate or test")

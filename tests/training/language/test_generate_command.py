@@ -19,6 +19,8 @@ from ndlightnet.training.language.generate_command import generate
 from ndlightnet.training.language.measures import file_bits, token_nll
 from tests.training.conftest import last, save_language_model, write_text_run
 
+BYTES = ByteTokenizer()
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -50,16 +52,19 @@ def test_the_command_prints_what_the_function_yields(folder, capsys, monkeypatch
     files = sorted(folder.rglob("*"))
     capsys.readouterr()
     assert generate([*arguments, "--temperature=0"]) == 0
-    expected = "".join(generate_text(net, "ab", 12, temperature=0))
+    expected = "".join(generate_text(net, "ab", 12, tokenizer=BYTES, temperature=0))
     assert capsys.readouterr().out == f"ab{expected}\n"
     draws = ["--top_k=50", "--top_p=0.9", "--repetition_penalty=1.2", "--stop", "e", "END"]
     drawn = [(generate([*arguments, f"--seed={seed}", *draws]), capsys.readouterr().out)[1] for seed in "112"]
     rng = torch.Generator().manual_seed(1)
     options = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.2, "stop": ["e", "END"]}
-    assert drawn[0] == f"ab{''.join(generate_text(net, 'ab', 12, generator=rng, **options))}\n"
+    assert drawn[0] == f"ab{''.join(generate_text(net, 'ab', 12, tokenizer=BYTES, generator=rng, **options))}\n"
     assert drawn[0] == drawn[1] != drawn[2]
     generate([*arguments, "--prompt", "ab", "c", "--temperature=0"])
-    assert capsys.readouterr().out == f"ab{expected}\nc{''.join(generate_text(net, 'c', 12, temperature=0))}\n"
+    assert (
+        capsys.readouterr().out
+        == f"ab{expected}\nc{''.join(generate_text(net, 'c', 12, tokenizer=BYTES, temperature=0))}\n"
+    )
     assert sorted(folder.rglob("*")) == files
 
 
