@@ -78,8 +78,9 @@ def supported(
     """Return whether `operation` has a Triton kernel for these tensors.
 
     x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan" and "local_mixing",
-    (..., dim) for "add_norm", "norm_gate" and "swiglu", (rows, classes) for "cross_entropy", (batch, channels, *space) for "instance_norm_silu". v: values.
-    others: further inputs (queries, a State, the weight (taps, dim) of "local_mixing"). position: a Position. Where any
+    (..., dim) for "add_norm", "norm_gate" and "swiglu", (rows, classes) for "cross_entropy", (batch, channels, *space)
+    for "instance_norm_silu". v: values. position: a Position.
+    others: further inputs (queries, a State, the weight (taps, dim) of "local_mixing"). Where any
     input needs a gradient, the kernel must have a backward. A Support is true, or false with a `reason`.
     """
     if operation not in OPERATIONS or "triton" not in OPERATIONS[operation].implementations:
