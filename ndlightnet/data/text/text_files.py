@@ -20,8 +20,8 @@ from ndlightnet.data.folders import list_files
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 PIECE = 2**18  # characters that are tokenised at once
-# where a text may be cut without a change of its tokens: before the spaces at the end of a line, which tokenizers do
-# not join with the word before them
+# where a text may be cut: before the spaces at the end of a line, which GPT-2's rule, ours and WordPiece's do not join
+# with the word before them, so that no token changes; others may cut there differently
 CUT = re.compile(r"(?<=\S)(?=[ \t\r]*\n)")
 
 

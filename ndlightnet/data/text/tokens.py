@@ -164,7 +164,9 @@ class TokenWriter:
             self.index = index
         self.buffer: list[np.ndarray] = []
         self.batches = self.written = int(self.index["batches"])
-        tokenizer.save(folder / FILE)
+        if not is_token_folder(folder):
+            tokenizer.save(folder / FILE)
+            self._write_index()  # so that the next call knows the folder as one of tokens
 
     @property
     def done(self) -> bool:
@@ -202,41 +204,41 @@ class TokenWriter:
 
 
 class RandomWindows(Dataset[Tensor]):
-    """`count` windows (length + 1,) int64. Item i starts at random in the i-th of `count` equal
+    """`count` windows (length + margin,) int64. Item i starts at random in the i-th of `count` equal
     parts of the text: all positions are equally likely, and no two processes draw the same windows.
 
     It draws from torch's global generator, which `ndlightnet.data.sampling.SeededSamples` seeds per item.
     """
 
-    def __init__(self, text: Tokens, length: int, count: int) -> None:
-        self.text, self.length, self.count = text, length, count
+    def __init__(self, text: Tokens, length: int, count: int, margin: int = 1) -> None:
+        self.text, self.size, self.count = text, length + margin, count
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Tensor:
-        places = len(self.text) - self.length
+        places = len(self.text) - self.size + 1
         low, high = (i * places // self.count for i in (index, index + 1))
         start = int(torch.randint(low, max(low + 1, high), ()))
-        return self.text[start : start + self.length + 1]
+        return self.text[start : start + self.size]
 
 
 class Windows(Dataset[tuple[Tensor, int]]):
-    """The text cut into windows: item i is (window (length + 1,) int64, i).
+    """The text cut into windows: item i is (window (length + margin,) int64, i).
 
-    A window ends in the token that the next one begins with: each has `length` tokens to predict, and every token of
-    the text but the first is predicted once. Tokens at the end that fill no window are left out.
+    With margin 1 a window ends in the token that the next one begins with: each has `length` tokens to predict, and
+    every token of the text but the first is predicted once. Tokens at the end that fill no window are left out.
     """
 
-    def __init__(self, text: Tokens, length: int) -> None:
-        self.text, self.length = text, length
+    def __init__(self, text: Tokens, length: int, margin: int = 1) -> None:
+        self.text, self.length, self.margin = text, length, margin
 
     def __len__(self) -> int:
-        return max(0, len(self.text) - 1) // self.length
+        return max(0, len(self.text) - self.margin) // self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         start = index * self.length
-        return self.text[start : start + self.length + 1], index
+        return self.text[start : start + self.length + self.margin], index
 
 
 class Documents(Dataset[Tensor]):

@@ -340,6 +340,8 @@ class Task(L.LightningModule):
 
     def on_train_start(self) -> None:
         self.begun = time.monotonic()
+        if self.minutes is not None and self.budget_used() >= 1:
+            self.trainer.should_stop = True  # of a finished training, which is resumed
 
     def budget_used(self) -> float:
         """Return the fraction of `minutes` that training has taken, by the clock of the first process. All call it."""

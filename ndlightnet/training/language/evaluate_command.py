@@ -92,7 +92,8 @@ def read_tasks(paths: Sequence[str | Path], limit: int | None = None) -> dict[st
             if name in tasks:
                 raise DataError(f"{place}: a second task {name}, expected different names")
             with readable(Path(place)):
-                examples = [_example(line, f"{place}, line {n}") for n, line in enumerate(islice(lines, limit), 1)]
+                numbered = enumerate(islice(lines, limit), 1)
+                examples = [_example(line, f"{place}, line {n}") for n, line in numbered if line.strip()]
             if not examples:
                 raise DataError(f"{place}: has no line, expected one or more")
             tasks[name] = examples

@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.sampling import mixed, seeded_draws
 from ndlightnet.data.text.tokenizer import MASKS, Tokenizer
-from ndlightnet.data.text.tokens import Documents, RandomWindows, Windows
+from ndlightnet.data.text.tokens import Windows
 from ndlightnet.layout import Packed, pack
 from ndlightnet.training.core.options import check
-from ndlightnet.training.language.text_data import TextData, packed_loader
+from ndlightnet.training.language.text_data import TextData
 
 MASKED, REPLACED = 0.8, 0.1  # of the hidden tokens; the rest stay as they are
 
@@ -76,6 +76,8 @@ class MaskedTextData(TextData):
         test_tokens: at most so many tokens of the test text, whose hidden ones are always the same.
     """
 
+    margin = 0
+
     def __init__(
         self,
         root: str,
@@ -83,18 +85,13 @@ class MaskedTextData(TextData):
         length: int = 128,
         windows: int = 2**17,
         batch_size: int = 1024,
-        test_tokens: int = 2**20,
         workers: int = 2,
-        tokenizer: str | None = None,
-        val: str | None = None,
-        test: str | None = None,
-        documents: bool = False,
         hidden: float = 0.25,
+        **kwargs: Any,
     ) -> None:
         check("data.hidden", hidden, 0 < hidden < 1, "a fraction between 0 and 1")
         check("data.length", length, length > 1, "2 or more tokens")
-        shape = (fractions, length, windows, batch_size, (length,), test_tokens, workers, None)
-        super().__init__(root, *shape, tokenizer, val, test, documents)
+        super().__init__(root, fractions, length, windows, batch_size, (length,), workers=workers, **kwargs)
         self.hidden = hidden
 
     def setup(self, stage: str) -> None:
@@ -103,25 +100,13 @@ class MaskedTextData(TextData):
         if tokenizer.mask is None:
             expected = f"one with a token {', '.join(MASKS)}, such as `tokenize --train` makes"
             raise DataError(f"data.tokenizer: has no token that hides another, expected {expected}")
+        self.train_set = HiddenTokens(self.train_set, self.hidden, tokenizer)
+        self.val_set = HiddenTokens(self.val_set, self.hidden, tokenizer, self.seed)
+        windows = Windows(self.splits[2].part(0, self.tested), self.length, 0)
+        self.test_set = HiddenTokens(windows, self.hidden, tokenizer, self.seed)
 
-        def hide(texts: Any, seed: int | None = None) -> HiddenTokens:
-            return HiddenTokens(texts, self.hidden, tokenizer, seed)
-
-        train, val, test = self.splits
-        windows = RandomWindows(train, self.length - 1, self.windows)
-        self.train_set = hide(Documents(train, tokenizer.end, self.length, 0) if self.documents else windows)
-        self.val_set = hide(Windows(val, self.length - 1), self.seed)
-        self.test_set = hide(Windows(test.part(0, self.tested), self.length - 1), self.seed)
-
-    @staticmethod
-    def collate(items: Sequence[Any]) -> Any:
-        return collate_hidden(items, packed=False)
-
-    def train_dataloader(self) -> Any:
-        if not self.documents:
-            return super().train_dataloader()
-        budget = self.batch_size * self.length
-        return packed_loader(self.train_set, budget, self.seed, self.workers, partial(collate_hidden, packed=True))
+    collate = staticmethod(partial(collate_hidden, packed=False))
+    pack_documents = staticmethod(partial(collate_hidden, packed=True))
 
     def test_dataloader(self) -> Any:
         return self.still_loader(self.test_set)

@@ -26,7 +26,8 @@ class Extent(NamedTuple):
 
 
 def extent(tokens: Tensor, tokenizer: Tokenizer) -> Extent:
-    """Return the extent of tokens (tokens,); ends of documents have no bytes and are no words."""
+    """Return the extent of tokens (tokens,); ends of documents have no bytes and are no words, but
+    among bytes, where 0 may be one of a file."""
     numbers = tokens.tolist()
     text = tokenizer.decode(number for number in numbers if number != tokenizer.end)
     count = len(numbers) if isinstance(tokenizer, ByteTokenizer) else len(text.encode())

@@ -61,9 +61,7 @@ def table(arguments: list[str]) -> None:
 def _check_options(out: Path, options: Sequence[str]) -> None:
     """Raise DataError if `out` has runs with other options."""
     path = out / "table.json"
-    if not path.is_file():
-        write_json(path, {"options": options})
-    before = json.loads(path.read_bytes()).get("options")
+    before = json.loads(path.read_bytes()).get("options") if path.is_file() else options
     check("--out", f"{out} has runs with {before}", before == options, f"{list(options)}, or another folder")
 
 
@@ -75,8 +73,14 @@ def _scores_of(folder: Path) -> Scores | None:
 
 
 def _run(folder: Path, options: list[str]) -> Scores:
-    usual = ["--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
-    words = ["fit", *usual, *options, f"--trainer.default_root_dir={folder}", *resumption(folder)]
+    defaults = ("devices=1", "enable_checkpointing=false", "enable_progress_bar=false")
+    words = [
+        "fit",
+        *(f"--trainer.{option}" for option in defaults),
+        *options,
+        f"--trainer.default_root_dir={folder}",
+        *resumption(folder),
+    ]
     cli = task_cli(TextClsTask, SentenceData, words)
     cli.trainer.test(cli.model, cli.datamodule, verbose=False)
     log_rank_zero(cli.model.notes)

@@ -26,7 +26,7 @@ from ndlightnet.data.text.tokens import (
     read_tokens,
     tokenizer_of,
 )
-from ndlightnet.layout import Packed, pack
+from ndlightnet.layout import pack
 from ndlightnet.training.core.data_module import TimedLoader
 from ndlightnet.training.language.tokenized import TokenizedData
 from ndlightnet.training.report.results import log_rank_zero
@@ -54,6 +54,8 @@ class TextData(TokenizedData):
         workers: processes that prepare batches.
         input: for predict: a file, or a folder whose files are taken at any depth.
     """
+
+    margin = 1  # tokens of a window that are not predicted
 
     def __init__(
         self,
@@ -94,10 +96,10 @@ class TextData(TokenizedData):
                 )
         self._choose_lengths(min(self.test_tokens, len(test) - 1))
         if self.documents:
-            self.train_set = Documents(train, self.known_tokenizer().end, self.length, 1)
+            self.train_set = Documents(train, self.known_tokenizer().end, self.length, self.margin)
         else:
-            self.train_set = RandomWindows(train, self.length, self.windows)
-        self.val_set = Windows(val, self.length)
+            self.train_set = RandomWindows(train, self.length, self.windows, self.margin)
+        self.val_set = Windows(val, self.length, self.margin)
 
     def _read(self) -> tuple[Tokens, ...]:
         """Read the texts to train, to validate and to test on."""
@@ -134,11 +136,17 @@ class TextData(TokenizedData):
         """The tokens that are tested, and the one before them: (tested + 1,) int64."""
         return self.splits[2][: self.tested + 1]
 
+    @staticmethod
+    def pack_documents(documents: Sequence[Any]) -> tuple[Any, ...]:
+        """Return documents (tokens,) end to end, Packed, without the last token of each, and what follows each token,
+        (length,)."""
+        return pack([tokens[:-1] for tokens in documents]), torch.cat([tokens[1:] for tokens in documents])
+
     def train_dataloader(self) -> Any:
         if not self.documents:
             return super().train_dataloader()
-        budget = self.batch_size * (self.length + 1)
-        return packed_loader(self.train_set, budget, self.seed, self.workers, pack_documents)
+        budget = self.batch_size * (self.length + self.margin)
+        return packed_loader(self.train_set, budget, self.seed, self.workers, self.pack_documents)
 
     def test_dataloader(self) -> Any:
         """Return a loader per length; a batch has at most the tokens of one longest window."""
@@ -167,11 +175,6 @@ class Texts(Dataset[dict[str, Any]]):
             return {"path": path, "text": read_tokens(path, self.data.known_tokenizer())[:]}
         except DataError as error:
             return {"path": path, "error": str(error)}
-
-
-def pack_documents(documents: Sequence[Tensor]) -> tuple[Packed, Tensor]:
-    """Return documents (tokens,) end to end, each without its last token, and what follows each token, (length,)."""
-    return pack([tokens[:-1] for tokens in documents]), torch.cat([tokens[1:] for tokens in documents])
 
 
 class _Draws(TokenBudgetSampler):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ndlightnet.ops.linear_cross_entropy import LEAST
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.language.text_task import TextLoss
 from ndlightnet.training.language.tokenized import TokenizedTask
@@ -40,7 +41,7 @@ class MaskedTextTask(TokenizedTask):
         data = self.data()
         if data.documents:
             return None
-        items = [data.train_set[number] for number in range(data.batch_size)]
+        items = [data.train_set[number % len(data.train_set)] for number in range(data.batch_size)]
         return tuple(x.to(self.device) for x in data.collate(items))
 
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
@@ -59,8 +60,12 @@ class MaskedTextTask(TokenizedTask):
         """Return the loss of each hidden token, and whether the likeliest one is right, (hidden,) float32 each."""
         net: Any = self.net
         features = net.forward_head(net.forward_features(tokens), pre_logits=True).flatten(0, -2)[places]
-        logits = net.head(features).float()
-        return cross_entropy(logits, labels, reduction="none"), (logits.argmax(-1) == labels).float()
+        losses, right = [], []
+        for x, y in zip(features.split(LEAST), labels.split(LEAST), strict=True):  # not the logits of all at once
+            logits = net.head(x).float()
+            losses.append(cross_entropy(logits, y, reduction="none"))
+            right.append((logits.argmax(-1) == y).float())
+        return torch.cat(losses), torch.cat(right)
 
     def on_test_epoch_start(self) -> None:
         self.sums: dict[int, Tensor] = {}  # hidden tokens, their losses and how many are right, of each batch

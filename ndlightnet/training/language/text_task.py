@@ -169,6 +169,7 @@ class TextTask(TokenizedTask):
 
     def on_predict_end(self) -> None:
         """Write predictions.csv: a line for each file, its tokens and bytes but for the first token, and its bits."""
+        self.gather_lines()
         predicted, file = self.gathered(self.predicted), self.out() / "predictions.csv"
         if not self.trainer.is_global_zero or not predicted:
             return

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import find_root
 from ndlightnet.data.text.text_files import read_pieces
-from ndlightnet.data.text.tokenizer import load_tokenizer, train_tokenizer
+from ndlightnet.data.text.tokenizer import FILE, load_tokenizer, train_tokenizer
 from ndlightnet.data.text.tokens import TokenWriter, is_token_folder, tokenize, tokenizer_of
 from ndlightnet.training.core.options import WordsParser
 from ndlightnet.training.report.results import log_rank_zero
@@ -37,6 +37,8 @@ def tokenize_files(arguments: list[str]) -> int:
     paths, folder = [find_root(file) for file in options.files], Path(options.out)
     if (tokenizer is None) == (train is None):
         raise DataError(f"--tokenizer={tokenizer}, --train={train}: expected one of them")
+    if (folder / FILE).exists() and not is_token_folder(folder):
+        raise DataError(f"{folder / FILE}: exists, and would be replaced; expected a new folder, or one with tokens")
     if missing := [path for path in paths if not path.exists()]:
         raise DataError(f"{missing[0]}: no such file or folder")
     if tokenizer is not None:

@@ -20,7 +20,7 @@ from ndlightnet.data.text.tokenizer import ByteTokenizer, load_tokenizer, train_
 from ndlightnet.data.text.tokens import read_tokens
 from ndlightnet.training import TextData, TextTask
 from ndlightnet.training.language.measures import extent
-from ndlightnet.training.language.text_data import pack_documents, packed_loader
+from ndlightnet.training.language.text_data import packed_loader
 from ndlightnet.training.language.tokenize_command import tokenize_files
 from tests.training.conftest import last, launch, set_up
 
@@ -59,7 +59,7 @@ def test_a_pack_trains_as_each_document_alone(close, options):
     net = NDLightNet(1, vocab_size=30, causal=True, **{"embed_dim": 64, "depth": 1} | options).double()
     documents = [torch.randint(30, (n,)) for n in (9, 2, 17, 33)]
     loss = TextTask(net).called
-    packed, labels = pack_documents(documents)
+    packed, labels = TextData.pack_documents(documents)
     assert labels.tolist() == [token for one in documents for token in one[1:].tolist()]
     joint = loss(packed, labels=labels)
     alone = sum(loss(one[None]) * (len(one) - 1) for one in documents) / len(labels)
@@ -69,7 +69,7 @@ def test_a_pack_trains_as_each_document_alone(close, options):
     scale = max(x.abs().max().item() for x in theirs)
     for name, a, b in zip(names, ours, theirs, strict=True):
         assert (a - b).abs().max() <= 1e-10 * scale, name
-    swapped, _ = pack_documents([documents[0].flip(0), *documents[1:]])
+    swapped, _ = TextData.pack_documents([documents[0].flip(0), *documents[1:]])
     rest = [net.forward_features(x).values[8:] for x in (packed, swapped)]
     close(*rest, 1e-12)
 
