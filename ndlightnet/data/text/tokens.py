@@ -115,7 +115,9 @@ def read_tokens(path: Path, tokenizer: Tokenizer) -> Tokens:
     another tokenizer."""
     if is_token_folder(path):
         index = read_index(path)
-        if index["tokenizer"] != tokenizer.digest:
+        if (
+            tokenizer_of(path).digest != tokenizer.digest
+        ):  # the index has that of a library which may since have changed
             raise DataError(f"{path}: has the tokens of another tokenizer, expected those of {tokenizer.digest}")
         if not index["done"]:
             raise DataError(f"{path}: is not complete, expected the command `tokenize` to be run to its end")

@@ -94,7 +94,7 @@ class SentenceData(TokenizedData):
         self.classes: tuple[str, ...] = ()
 
     def names(self) -> dict[str, list[Any]]:
-        return {**super().names(), "classes": list(self.classes)}
+        return {"classes": list(self.classes)}
 
     def set_names(self, names: dict[str, list[Any]]) -> None:
         self.classes = tuple(names["classes"])

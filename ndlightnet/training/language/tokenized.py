@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ndlightnet.data.errors import DataError
 from ndlightnet.data.text.tokenizer import Tokenizer, parse_tokenizer
 from ndlightnet.training.core.data_module import DataModule
 from ndlightnet.training.core.options import check
@@ -14,9 +15,6 @@ class TokenizedData(DataModule):
     """Base class of data of text. `tokenizer` is None until `setup` loads it, or a checkpoint for `predict`."""
 
     tokenizer: Tokenizer | None = None
-
-    def names(self) -> dict[str, list[Any]]:
-        return {"tokenizer": [] if self.tokenizer is None else [self.tokenizer.digest]}
 
     def known_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. DataError if none was loaded: predictions need a checkpoint."""
@@ -42,7 +40,9 @@ class TokenizedTask(Task):
         checkpoint["tokenizer"] = self.data().known_tokenizer().text
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        data = self.data()
-        if data.tokenizer is None:
-            data.tokenizer = parse_tokenizer(checkpoint["tokenizer"], "the checkpoint's tokenizer")
+        data, saved = self.data(), parse_tokenizer(checkpoint["tokenizer"], "the checkpoint's tokenizer")
+        data.tokenizer = data.tokenizer or saved
+        if data.tokenizer.digest != saved.digest:
+            sizes = f"{data.tokenizer.vocab_size} tokens, but the checkpoint was trained on those of another"
+            raise DataError(f"{data.root}: has a tokenizer of {sizes}, of {saved.vocab_size}")
         super().on_load_checkpoint(checkpoint)

@@ -213,7 +213,7 @@ def test_tokens_of_another_tokenizer_are_refused(folder, bpe, tmp_path):
     net = NDLightNet(1, vocab_size=279, causal=True, embed_dim=8, depth=1)
     with pytest.raises(DataError, match=r"^model\.net\.vocab_size: 279, expected 280 or more, those of the tokenizer"):
         set_up(TextTask(net), own)
-    assert own.names() == {"tokenizer": [load_tokenizer(folder / "tokens").digest]}
+    assert own.tokenizer.digest == load_tokenizer(folder / "tokens").digest
 
 
 # ------------------------------------------------------------------------------- counts
@@ -316,7 +316,7 @@ def test_a_vocabulary_end_to_end(folder, tmp_path, documents):
     assert metrics["perplexity_at"]["16"] < 150 < 280  # of a uniform guess
     saved = torch.load(last(out), weights_only=True)
     tokenizer = load_tokenizer(root)
-    assert saved["tokenizer"] == tokenizer.text and saved["names"] == {"tokenizer": [tokenizer.digest]}
+    assert saved["tokenizer"] == tokenizer.text
     shutil.rmtree(root)
     (tmp_path / "new.txt").write_text(WORDS * 3)
     done = launch(
