@@ -16,7 +16,7 @@ from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.made.sentences import CLASSES
 from ndlightnet.data.packing import PackCollate
-from ndlightnet.data.text.tokenizer import ByteTokenizer, train_tokenizer
+from ndlightnet.data.text.tokenizer import train_tokenizer
 from ndlightnet.training import TaskCLI
 from ndlightnet.training.language.sentence_data import SentenceData, join_texts
 from ndlightnet.training.language.table_command import table
