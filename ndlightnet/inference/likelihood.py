@@ -51,7 +51,7 @@ def log_likelihoods(
         counts = [len(pairs[i][1]) for i in numbers]
         features = torch.cat([x[len(x) - n :] for x, n in zip(packed.unpack(), counts, strict=True)])
         targets = torch.cat([row[len(row) - n :] for row, n in zip(rows, counts, strict=True)])
-        scores, likeliest = (x.cpu().split(counts) for x in _scored(network, features, targets))
+        scores, likeliest = (x.cpu().split(counts) for x in score_tokens(network, features, targets))
         for i, score, most in zip(numbers, scores, likeliest, strict=True):
             results[i] = float(score.double().sum()), bool(most.all())
         if report is not None:
@@ -89,7 +89,7 @@ def rolling_log_likelihood(network: Any, tokens: Sequence[int] | Tensor, prefix:
     total = 0.0
     for x, y in zip(inputs.split(chunk), targets.split(chunk), strict=True):
         features = stream.features(x[None].to(device))[0]
-        total += float(_scored(network, features, y.to(device))[0].double().sum())
+        total += float(score_tokens(network, features, y.to(device))[0].double().sum())
     return total
 
 
@@ -100,9 +100,9 @@ def _device(network: Any) -> torch.device:
     return device
 
 
-def _scored(network: Any, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of the tokens `targets` (tokens,) after features (tokens, channels), and whether
-    they are the most likely ones."""
+def score_tokens(network: Any, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of the tokens `targets` (tokens,) int64 by features (tokens, channels), in float32
+    or more, and whether they are the most likely ones, bool. The logits of few tokens are held at once."""
     size = max(1, LOGITS // network.vocab_size)
     scores, likeliest = [], []
     with torch.autocast(features.device.type, enabled=False):

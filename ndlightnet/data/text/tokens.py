@@ -115,9 +115,8 @@ def read_tokens(path: Path, tokenizer: Tokenizer) -> Tokens:
     another tokenizer."""
     if is_token_folder(path):
         index = read_index(path)
-        if (
-            tokenizer_of(path).digest != tokenizer.digest
-        ):  # the index has that of a library which may since have changed
+        # not the hash in the index: the library may since write the same tokenizer differently
+        if tokenizer_of(path).digest != tokenizer.digest:
             raise DataError(f"{path}: has the tokens of another tokenizer, expected those of {tokenizer.digest}")
         if not index["done"]:
             raise DataError(f"{path}: is not complete, expected the command `tokenize` to be run to its end")

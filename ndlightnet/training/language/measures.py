@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ndlightnet.data.text.tokenizer import ByteTokenizer, Tokenizer
+from ndlightnet.inference.likelihood import rolling_log_likelihood, score_tokens
 from ndlightnet.models import NDLightNet
-from ndlightnet.models.stream import Stream
-from ndlightnet.ops.linear_cross_entropy import LEAST, MOST
 
 
 class Extent(NamedTuple):
@@ -36,22 +35,14 @@ def extent(tokens: Tensor, tokenizer: Tokenizer) -> Extent:
 
 def token_nll(net: Any, tokens: Tensor) -> Tensor:
     """Return the negative log-likelihood of every token but the first, in nats: (batch, length + 1) integers ->
-    (batch, length) float32. net: a network, token numbers (batch, length) -> logits (batch, length, vocabulary), or its
-    stream; of an NDLightNet the logits of all tokens are never held at once."""
+    (batch, length) float32. net: a network, token numbers (batch, length) -> logits (batch, length, vocabulary); of an
+    NDLightNet the logits of all tokens are never held at once."""
     inputs, targets = tokens[:, :-1].long(), tokens[:, 1:].long()
-    rows, head = _features(net, inputs)
-    labels, size = targets.flatten(), max(LEAST, MOST // 2**14)
-    pieces = zip(rows.flatten(0, 1).split(size), labels.split(size), strict=True)
-    return torch.cat([cross_entropy(head(x).float(), y, reduction="none") for x, y in pieces]).view(targets.shape)
-
-
-def _features(net: Any, inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return what a head maps to logits, (batch, length, channels), and this head."""
-    if isinstance(net, Stream):
-        return net.model.forward_head(net.features(inputs), pre_logits=True), net.model.head
     if getattr(type(net), "forward", None) is NDLightNet.forward:  # a subclass may have its own
-        return net.forward_head(net.forward_features(inputs), pre_logits=True), net.head
-    return net(inputs), lambda logits: logits
+        features = net.forward_features(inputs)
+        return -score_tokens(net, features.flatten(0, 1), targets.flatten())[0].view(targets.shape)
+    nll = cross_entropy(net(inputs).flatten(0, 1).float(), targets.flatten(), reduction="none")
+    return nll.view(targets.shape)
 
 
 def octaves(length: int, first: int) -> list[tuple[int, int]]:
@@ -95,8 +86,7 @@ def file_bits(net: Any, text: Tensor, chunk: int) -> float:
     """Return the bits that `net` needs for all tokens of a text (tokens,) but the first: as a stream, in chunks, from
     one token to the last. Where a mixer cannot stream, in windows of `chunk` tokens, each from an empty context."""
     try:
-        predict = net.stream()
+        return -rolling_log_likelihood(net, text[1:], int(text[0]), chunk) / math.log(2)
     except ValueError:
-        predict = net
-    pieces = (text[None, start : start + chunk + 1] for start in range(0, len(text) - 1, chunk))
-    return sum(float(token_nll(predict, piece).double().sum()) for piece in pieces) / math.log(2)
+        pieces = (text[None, start : start + chunk + 1] for start in range(0, len(text) - 1, chunk))
+        return sum(float(token_nll(net, piece).double().sum()) for piece in pieces) / math.log(2)

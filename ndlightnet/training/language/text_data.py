@@ -104,16 +104,17 @@ class TextData(TokenizedData):
     def _read(self) -> tuple[Tokens, ...]:
         """Read the texts to train, to validate and to test on."""
         if self.tokenizer is None:
-            own = self.source_of_tokenizer is None and is_token_folder(self.root)
-            self.tokenizer = tokenizer_of(self.root) if own else load_tokenizer(self.source_of_tokenizer or BYTES)
+            written = self.source_of_tokenizer is None and is_token_folder(self.root)
+            self.tokenizer = tokenizer_of(self.root) if written else load_tokenizer(self.source_of_tokenizer or BYTES)
         text = read_tokens(self.root, self.tokenizer)
         texts = [None if file is None else read_tokens(find_root(file), self.tokenizer) for file in self.files]
-        train, val, test = self.fractions
-        if any(texts) and math.isclose(sum(self.fractions), 1):  # what a part has a file for is trained on
-            val, test = (0.0 if own else share for own, share in zip(texts, (val, test), strict=True))
-            train = 1 - val - test
-        parts = text.split((train, val, test))
-        return (parts[0], *(own or part for own, part in zip(texts, parts[1:], strict=True)))
+        train, *shares = self.fractions
+        if math.isclose(sum(self.fractions), 1):  # what a part has a file for is trained on
+            shares = [share if file is None else 0.0 for share, file in zip(shares, self.files, strict=False)]
+            train = 1 - sum(shares)
+        parts = text.split((train, *shares))
+        held_out = (part if file is None else file for part, file in zip(parts[1:], texts, strict=True))
+        return (parts[0], *held_out)
 
     def _choose_lengths(self, most: int) -> None:
         """Leave out lengths of windows for which the `most` tokens to test on do not suffice."""

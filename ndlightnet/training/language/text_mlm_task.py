@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from ndlightnet.ops.linear_cross_entropy import LEAST
+from ndlightnet.inference.likelihood import score_tokens
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.language.text_task import TextLoss
 from ndlightnet.training.language.tokenized import TokenizedTask
@@ -59,13 +58,8 @@ class MaskedTextTask(TokenizedTask):
     def _hidden(self, tokens: Tensor, places: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of each hidden token, and whether the likeliest one is right, (hidden,) float32 each."""
         net: Any = self.net
-        features = net.forward_head(net.forward_features(tokens), pre_logits=True).flatten(0, -2)[places]
-        losses, right = [], []
-        for x, y in zip(features.split(LEAST), labels.split(LEAST), strict=True):  # not the logits of all at once
-            logits = net.head(x).float()
-            losses.append(cross_entropy(logits, y, reduction="none"))
-            right.append((logits.argmax(-1) == y).float())
-        return torch.cat(losses), torch.cat(right)
+        scores, right = score_tokens(net, net.forward_features(tokens).flatten(0, -2)[places], labels)
+        return -scores, right.float()
 
     def on_test_epoch_start(self) -> None:
         self.sums: dict[int, Tensor] = {}  # hidden tokens, their losses and how many are right, of each batch
