@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -38,11 +38,16 @@ def token_nll(net: Any, tokens: Tensor) -> Tensor:
     (batch, length) float32. net: a network, token numbers (batch, length) -> logits (batch, length, vocabulary); of an
     NDLightNet the logits of all tokens are never held at once."""
     inputs, targets = tokens[:, :-1].long(), tokens[:, 1:].long()
-    if getattr(type(net), "forward", None) is NDLightNet.forward:  # a subclass may have its own
+    if calls_head(net):
         features = net.forward_features(inputs)
         return -score_tokens(net, features.flatten(0, 1), targets.flatten())[0].view(targets.shape)
     nll = cross_entropy(net(inputs).flatten(0, 1).float(), targets.flatten(), reduction="none")
     return nll.view(targets.shape)
+
+
+def calls_head(net: Any) -> TypeGuard[NDLightNet]:
+    """Return whether the logits of a network are NDLightNet's: those of its head, not of a subclass's own forward."""
+    return getattr(type(net), "forward", None) is NDLightNet.forward
 
 
 def octaves(length: int, first: int) -> list[tuple[int, int]]:

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.models import NDLightNet
 from ndlightnet.ops.linear_cross_entropy import linear_cross_entropy
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.language.curves import draw, write_table
-from ndlightnet.training.language.measures import Extent, extent, file_bits, means, token_nll
+from ndlightnet.training.language.measures import Extent, calls_head, extent, file_bits, means, token_nll
 from ndlightnet.training.language.tokenized import TokenizedTask
 from ndlightnet.training.report.results import write_csv, write_metrics
 
@@ -34,8 +33,7 @@ class TextLoss(nn.Module):
         int64, what each of the tokens predicts, (batch, length) or a pack; with places, only those at these places of
         all tokens of the batch, (labels,)."""
         net, head = self.net, getattr(self.net, "head", None)
-        own = getattr(type(net), "forward", None) is not NDLightNet.forward  # a forward of its own
-        if not isinstance(net, NDLightNet) or own or type(head) is not nn.Linear:
+        if not calls_head(net) or type(head) is not nn.Linear:
             check("model.net", type(net).__name__, labels is None, "NDLightNet with documents or hidden tokens")
             return token_nll(net, tokens).mean()
         if labels is None:

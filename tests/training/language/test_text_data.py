@@ -209,11 +209,11 @@ def test_tokens_of_another_tokenizer_are_refused(folder, bpe, tmp_path):
     data = TextData(str(folder / "tokens"), tokenizer=str(tmp_path), length=8)
     with pytest.raises(DataError, match=f"^{folder}/tokens: has the tokens of another tokenizer"):
         data.setup("fit")
-    own = TextData(str(folder / "tokens"), length=8, lengths=(), workers=0)
+    written = TextData(str(folder / "tokens"), length=8, lengths=(), workers=0)
     net = NDLightNet(1, vocab_size=279, causal=True, embed_dim=8, depth=1)
     with pytest.raises(DataError, match=r"^model\.net\.vocab_size: 279, expected 280 or more, those of the tokenizer"):
-        set_up(TextTask(net), own)
-    assert own.tokenizer.digest == load_tokenizer(folder / "tokens").digest
+        set_up(TextTask(net), written)
+    assert written.tokenizer.digest == load_tokenizer(folder / "tokens").digest
 
 
 # ------------------------------------------------------------------------------- counts
