@@ -12,6 +12,12 @@ LOGITS = 2**26  # that are held at once
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
+def in_bfloat16(network: Any) -> torch.autocast:
+    """Return the context in which a network computes: on a GPU bfloat16 where its precision suffices."""
+    device = next(network.parameters()).device.type
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+
 def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Return the tokens of a context and of its continuation, by the rule of the LM Evaluation Harness: white space at
     the end of the context is moved to the continuation, whose tokens are those of both texts after as many as the

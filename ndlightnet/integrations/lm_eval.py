@@ -19,9 +19,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from ndlightnet.data.text.tokenizer import Tokenizer, parse_tokenizer, saved_tokenizer
+from ndlightnet.data.text.tokenizer import Tokenizer, load_tokenizer
 from ndlightnet.inference.generate import generate_text
-from ndlightnet.inference.likelihood import log_likelihoods, rolling_log_likelihood
+from ndlightnet.inference.likelihood import in_bfloat16, log_likelihoods, rolling_log_likelihood
 from ndlightnet.models import NDLightNet
 
 NO_CHAT = "a language model of ndlightnet has no chat template: expected a run without --apply_chat_template"
@@ -59,7 +59,7 @@ class NDLightNetLM(TemplateLM):  # type: ignore[misc]
             names = (folder / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
             path = next((name for name in names if name.is_file()), folder)
             pretrained = NDLightNet.from_checkpoint(path)
-            tokenizer = parse_tokenizer(saved_tokenizer(path), path)
+            tokenizer = load_tokenizer(path)
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if tokenizer is None:
             raise ValueError("tokenizer=None: expected that of the network")
@@ -85,18 +85,15 @@ class NDLightNetLM(TemplateLM):  # type: ignore[misc]
         """Return the tokens of a text, without special ones in any case."""
         return self.codec.encode([string])[0]
 
-    def _bfloat16(self) -> torch.autocast:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda")
-
     def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm: bool = False, **kwargs: Any) -> Any:
         """Return (log-likelihood, whether greedy) of each ((context, continuation), their tokens ...)."""
         pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
-        with tqdm(total=len(pairs), desc="Log-likelihoods", disable=disable_tqdm) as bar, self._bfloat16():
+        with tqdm(total=len(pairs), desc="Log-likelihoods", disable=disable_tqdm) as bar, in_bfloat16(self.network):
             return log_likelihoods(self.network, pairs, self.budget, bar.update)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each document, with all of its tokens before as the context of each."""
-        with self._bfloat16():
+        with in_bfloat16(self.network):
             return [
                 rolling_log_likelihood(self.network, self.tok_encode(request.args[0]), self.prefix_token_id)
                 for request in tqdm(requests, desc="Documents", disable=disable_tqdm)
@@ -113,7 +110,7 @@ class NDLightNetLM(TemplateLM):  # type: ignore[misc]
             options.setdefault("temperature", float(options.pop("do_sample")))
             if unknown := options.keys() - DRAWS:
                 raise ValueError(f"generation_kwargs {', '.join(sorted(unknown))}: expected {', '.join(sorted(DRAWS))}")
-            with self._bfloat16():
+            with in_bfloat16(self.network):
                 pieces = generate_text(self.network, context, length, tokenizer=self.codec, stop=until, **options)
                 texts.append("".join(pieces))
         return texts

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.text.text_files import OPENERS, read_bytes
 
-SEPARATORS = {".tsv": "\t", ".csv": ","}
 Cells = Iterator[tuple[int, list[str]]]  # of each row its line, and fields
 
 
@@ -25,21 +24,19 @@ class Row(NamedTuple):
     line: int
 
 
-def read_table(
-    path: Path, texts: Sequence[str], label: str | None, header: bool = True, quotes: bool | None = None
-) -> list[Row]:
+def read_table(path: Path, texts: Sequence[str], label: str | None, header: bool = True) -> list[Row]:
     """Return the rows of a table, .tsv, .csv or .jsonl, unpacked if its name ends in .gz or .xz, without empty lines.
+    Quotation marks enclose a field of .csv, and are part of one of .tsv.
 
     Args:
         texts, label: columns, by the names in the first line, or by their numbers from 0; of .jsonl: fields.
         header: whether the first line has the names. Columns of a table without them have numbers only.
-        quotes: whether fields with separators and line ends are in quotation marks; default: in .csv, not in .tsv.
 
     Raises DataError, with the line, for another ending, a missing column, a line of more or fewer fields, no UTF-8, and
     a file that is missing, damaged or has no rows.
     """
     ending = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
-    if ending not in (*SEPARATORS, ".jsonl"):
+    if ending not in (".tsv", ".csv", ".jsonl"):
         raise DataError(f"{path}: expected a table, .tsv, .csv or .jsonl, plain, .gz or .xz")
     content = read_bytes(path).numpy().tobytes()
     try:
@@ -51,8 +48,7 @@ def read_table(
     if ending == ".jsonl":
         cells = _objects(path, text, columns)
     else:
-        quotes = ending == ".csv" if quotes is None else quotes
-        lines = _quoted(path, text, SEPARATORS[ending]) if quotes else _plain(text, SEPARATORS[ending])
+        lines = _quoted(path, text) if ending == ".csv" else _plain(text)
         cells = _columns(path, lines, columns, header)
     rows = [Row(tuple(row[: len(texts)]), "".join(row[len(texts) :]), line) for line, row in cells]
     if not rows:
@@ -71,14 +67,14 @@ def number_of(path: Path, row: Row) -> float:
     return value
 
 
-def _plain(text: str, separator: str) -> Cells:
+def _plain(text: str) -> Cells:
     for number, line in enumerate(text.split("\n"), 1):  # the csv module takes a carriage return for an end
         if line := line.removesuffix("\r"):
-            yield number, line.split(separator)
+            yield number, line.split("\t")
 
 
-def _quoted(path: Path, text: str, separator: str) -> Cells:
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+def _quoted(path: Path, text: str) -> Cells:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     before = 0
     try:
         for fields in reader:

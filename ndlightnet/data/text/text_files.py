@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError, readable
-from ndlightnet.data.folders import list_files
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 PIECE = 2**18  # characters that are tokenised at once
@@ -118,9 +117,3 @@ def _text_of(row: Any) -> str:
         raise TypeError(f"text={text!r}: expected a text")
     text.encode()  # half a pair of surrogates is no character
     return text
-
-
-def find_texts(path: str | Path) -> list[Path]:
-    """List the file `path`, or the files of a folder at any depth; hidden ones are left out. DataError if there are
-    none."""
-    return [Path(file) for file in list_files(Path(path))]

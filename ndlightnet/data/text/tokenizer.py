@@ -6,9 +6,10 @@ import codecs
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 
@@ -19,9 +20,11 @@ FILE = "tokenizer.json"
 BYTES = "bytes"
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")  # tokens that end a document, in other people's vocabularies
 MASKS = ("<|mask|>", "[MASK]", "<mask>")
-GPT2 = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+# what a folder may have, the first of them counts: of any tokenizer, GPT-2's files by two names, WordPiece
+FOLDER = ((FILE,), ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"), ("vocab.txt",))
 EXPECTED = (
-    "'bytes', a tokenizer.json, a vocab.txt of WordPiece, a folder with one or with GPT-2's files, or a checkpoint"
+    "'bytes', a tokenizer.json, a vocab.txt of WordPiece, a folder with one or with GPT-2's files, or a checkpoint of "
+    "a training on text"
 )
 
 
@@ -81,12 +84,15 @@ class ByteTokenizer(Tokenizer):
 
 
 class SubwordTokenizer(Tokenizer):
-    """A tokenizer of the library `tokenizers`.
+    """A tokenizer of the library `tokenizers`. text: its JSON, which tokenizer.json has.
 
-    Raises ValueError for one without a token that ends a document, one of ENDS.
+    Raises ValueError for one without a token that ends a document, one of ENDS, and plain Exceptions for other texts.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, text: str) -> None:
+        from tokenizers import Tokenizer as Library
+
+        tokenizer: Any = Library.from_str(text)
         ids = {name: tokenizer.token_to_id(name) for name in (*ENDS, *MASKS)}
         ends, masks = ([ids[name] for name in names if ids[name] is not None] for names in (ENDS, MASKS))
         if not ends:
@@ -124,85 +130,55 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     if str(source) == BYTES:
         return ByteTokenizer()
     path = find_root(source)
-    if path.is_dir():
-        names = [pair for pair in GPT2 if all((path / name).is_file() for name in pair)]
-        files = [path / name for name in (FILE, "vocab.txt") if (path / name).is_file()]
-        if names and not (path / FILE).is_file():
-            return _made(path, lambda: _gpt2(*(path / name for name in names[0])))
-        path = files[0] if files else path
-    if not path.is_file():
+    choices = [[path / name for name in names] for names in FOLDER] if path.is_dir() else [[path]]
+    files = next((files for files in choices if all(file.is_file() for file in files)), None)
+    if files is None:
         raise DataError(f"tokenizer={source}: no such tokenizer, expected {EXPECTED}")
-    if path.suffix == ".txt":
-        return _made(path, lambda: _word_pieces(path))
-    if path.suffix == ".ckpt":
-        return parse_tokenizer(saved_tokenizer(path), path)
-    return parse_tokenizer(path.read_text("utf-8", errors="replace"), path)
+    return _made(path, lambda: _read(*files))
 
 
 def parse_tokenizer(text: str, source: object) -> Tokenizer:
     """Return the tokenizer of a `text`, see Tokenizer. Raises DataError that names `source` for anything else."""
-    return ByteTokenizer() if text == ByteTokenizer.text else _made(source, lambda: _library().Tokenizer.from_str(text))
-
-
-def saved_tokenizer(path: Path) -> str:
-    """Return the text of the tokenizer in a checkpoint of a training on text. Raises DataError if it has none."""
-    try:
-        text = torch.load(path, map_location="meta", weights_only=True, mmap=True)["tokenizer"]
-    except Exception as error:  # its class depends on what is in the file
-        raise DataError(f"{path}: has no tokenizer, expected the checkpoint of a training on text") from error
-    return str(text)
+    return _made(source, lambda: text)
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
     """Return a byte-level BPE of `size` tokens that is trained on texts; any text has an encoding in it. The library
     shows a progress bar. Raises DataError for fewer than the 256 bytes and two special tokens."""
+    from tokenizers import ByteLevelBPETokenizer
+
     least = 256 + 2
     if size < least:
         raise DataError(f"train={size}: expected {least} tokens or more, those of single bytes and two special ones")
-    tokenizers = _library()
-    model = _byte_level(tokenizers.models.BPE())
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[ENDS[0], MASKS[0]],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    model.train_from_iterator(texts, trainer)
-    return SubwordTokenizer(model)
+    model = ByteLevelBPETokenizer()
+    model.train_from_iterator(iter(texts), size, min_frequency=0, special_tokens=[ENDS[0], MASKS[0]])
+    return SubwordTokenizer(model.to_str())
 
 
-def _library() -> Any:
-    import tokenizers
-
-    return tokenizers
-
-
-def _made(source: object, make: Any) -> Tokenizer:
+def _made(source: object, read: Callable[[], str]) -> Tokenizer:
     try:
-        return SubwordTokenizer(make())
+        text = read()
+        return ByteTokenizer() if text == ByteTokenizer.text else SubwordTokenizer(text)
     except ModuleNotFoundError:
         raise
     except Exception as error:  # the library raises plain exceptions
         raise DataError(f"{source}: not a tokenizer ({one_line(error)}), expected {EXPECTED}") from error
 
 
-def _byte_level(model: Any) -> Any:
-    tokenizers = _library()
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    return tokenizer
+def _read(file: Path, merges: Path | None = None) -> str:
+    """Return the text of the tokenizer in a file, or in GPT-2's two. Raises exceptions of any class."""
+    if is_zipfile(file):
+        checkpoint = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+        if "tokenizer" not in checkpoint:
+            raise ValueError("a checkpoint without one")
+        return str(checkpoint["tokenizer"])
+    if merges is None and file.suffix != ".txt":
+        return file.read_text("utf-8", errors="replace")
+    from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
+    from tokenizers.models import WordPiece
 
-
-def _gpt2(vocabulary: Path, merges: Path) -> Any:
-    return _byte_level(_library().models.BPE.from_file(str(vocabulary), str(merges)))
-
-
-def _word_pieces(path: Path) -> Any:
-    tokenizers = _library()
-    model = tokenizers.models.WordPiece.from_file(str(path), unk_token="[UNK]", max_input_chars_per_word=100)
-    tokenizer = tokenizers.Tokenizer(model)
-    lower = not any("A" <= x <= "Z" for word in tokenizer.get_vocab() if not word.startswith("[") for x in word)
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lower)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = tokenizers.decoders.WordPiece()
-    return tokenizer
+    if merges is not None:
+        return str(ByteLevelBPETokenizer.from_file(str(file), str(merges)).to_str())
+    words = WordPiece.read_file(str(file))
+    lower = not any("A" <= x <= "Z" for word in words if not word.startswith("[") for x in word)
+    return str(BertWordPieceTokenizer(words, lowercase=lower).to_str())

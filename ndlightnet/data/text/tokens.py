@@ -77,18 +77,14 @@ class Tokens:
         return np.array(spans, np.int64)
 
 
-def dtype_of(tokenizer: Tokenizer) -> type[np.unsignedinteger[Any]]:
-    return np.uint8 if tokenizer.vocab_size <= 2**8 else np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-
-
 def tokenize(path: Path, tokenizer: Tokenizer, skipped: int = 0) -> Iterator[tuple[np.ndarray, float]]:
     """Yield the tokens of the documents of a file, each document followed by the tokenizer's end token, in batches
     (tokens,), each with the fraction of the file that has been read. The first `skipped` batches are empty."""
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     for number, batch in enumerate(_batches(read_pieces(path))):
         pieces = [] if number < skipped else batch
         tokens = tokenizer.encode([piece.text for piece in pieces])
         rows = [ids + [tokenizer.end] * piece.last for ids, piece in zip(tokens, pieces, strict=True)]
-        dtype = dtype_of(tokenizer)
         yield np.concatenate([np.empty(0, dtype), *(np.array(row, dtype) for row in rows)]), batch[-1].progress
 
 
@@ -116,7 +112,7 @@ def read_tokens(path: Path, tokenizer: Tokenizer) -> Tokens:
     if is_token_folder(path):
         index = read_index(path)
         # not the hash in the index: the library may since write the same tokenizer differently
-        if tokenizer_of(path).digest != tokenizer.digest:
+        if load_tokenizer(path).digest != tokenizer.digest:
             raise DataError(f"{path}: has the tokens of another tokenizer, expected those of {tokenizer.digest}")
         if not index["done"]:
             raise DataError(f"{path}: is not complete, expected the command `tokenize` to be run to its end")
@@ -137,11 +133,6 @@ def read_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def tokenizer_of(path: Path) -> Tokenizer:
-    """Return the tokenizer of a folder of token files."""
-    return load_tokenizer(path / FILE)
-
-
 class TokenWriter:
     """Writes token files into a folder, one when SHARD tokens are there, and after it an index, so that a writing that
     was stopped goes on: `written` batches of the same files are in it.
@@ -151,10 +142,9 @@ class TokenWriter:
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, files: Sequence[Path]) -> None:
-        self.folder, self.dtype = folder, dtype_of(tokenizer)
-        names = [str(file) for file in files]
-        self.index: dict[str, Any] = {"tokenizer": tokenizer.digest, "vocab_size": tokenizer.vocab_size}
-        self.index |= {"end": tokenizer.end, "files": names, "batches": 0, "done": False, "shards": []}
+        self.folder = folder
+        self.index: dict[str, Any] = {"tokenizer": tokenizer.digest, "files": [str(file) for file in files]}
+        self.index |= {"batches": 0, "done": False, "shards": []}
         if is_token_folder(folder):
             index = read_index(folder)
             for key in ("tokenizer", "files"):
@@ -192,7 +182,7 @@ class TokenWriter:
 
     def _write(self) -> None:
         name = f"{len(self.index['shards']):05d}.npy"
-        tokens = np.concatenate(self.buffer).astype(self.dtype)
+        tokens = np.concatenate(self.buffer)
         with atomic_write(self.folder / name) as draft:
             np.save(draft, tokens)
         self.index["shards"].append({"file": name, "tokens": len(tokens)})

@@ -103,7 +103,8 @@ def adamw(task: Any, net: nn.Module) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(groups, lr=task.lr, betas=task.betas, fused=True)
     # Lightning clips gradients of 16-mixed after GradScaler has unscaled them, and refuses optimizers that do it
     optimizer._step_supports_amp_scaling = False
-    total = int(task.trainer.estimated_stepping_batches) if task.minutes is None else TICKS
+    timer = task.timer
+    total = int(task.trainer.estimated_stepping_batches) if timer is None else TICKS
     warmup = None
     if task.warmup_epochs is not None:
         steps = task.trainer.num_training_batches / task.trainer.accumulate_grad_batches
@@ -111,8 +112,9 @@ def adamw(task: Any, net: nn.Module) -> dict[str, Any]:
     end = 0.01 if task.min_lr is None else task.min_lr / task.lr
     factor = partial(schedule_factor, total=total, schedule=task.schedule, warmup=warmup, end=end)
 
-    def rate(step: int) -> float:
-        return factor(step if task.minutes is None else int(TICKS * task.budget_used()))
+    def rate_by_clock(_: int) -> float:
+        used = task.trainer.strategy.broadcast(timer.time_elapsed() / (60 * task.minutes))  # of the first process
+        return factor(int(TICKS * used))
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor if timer is None else rate_by_clock)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

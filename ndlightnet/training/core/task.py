@@ -3,17 +3,16 @@ results from every process."""
 
 from __future__ import annotations
 
-import math
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import Timer, WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
@@ -130,7 +129,8 @@ class Task(L.LightningModule):
         # not registered as a submodule: a checkpoint holds one network
         vars(self)["predictor"] = OutOfCore(net) if out_of_core else net
         vars(self)["called"] = net
-        self.minutes, self.seconds_before, self.begun = minutes, 0.0, 0.0  # those of what it resumes, and when it began
+        self.minutes = minutes
+        self.timer = None if minutes is None else Timer(timedelta(minutes=minutes), verbose=False)
         self.captured: CapturedCall | None = None  # with `cuda_graph`
         self.replayed = False  # whether the last batch was replayed
         self.ungraphed = False  # whether a batch of other shapes has been noted
@@ -192,7 +192,7 @@ class Task(L.LightningModule):
         precision = self.trainer.precision
         good = not self.only_float32 or precision == "32-true" or not precision.endswith("-true")
         check("trainer.precision", precision, good, "32-true, bf16-mixed or 16-mixed")
-        return [self.cost]
+        return [self.cost] if self.timer is None else [self.cost, self.timer]
 
     def data(self) -> Any:
         module = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -338,23 +338,6 @@ class Task(L.LightningModule):
         written = step % max(1, trainer.log_every_n_steps) == 0  # type: ignore[attr-defined]
         return step == 1 or written or trainer.is_last_batch or step == trainer.max_steps
 
-    def on_train_start(self) -> None:
-        self.begun = time.monotonic()
-        if self.minutes is not None and self.budget_used() >= 1:
-            self.trainer.should_stop = True  # of a finished training, which is resumed
-
-    def budget_used(self) -> float:
-        """Return the fraction of `minutes` that training has taken, by the clock of the first process. All call it."""
-        now = time.monotonic() - self.begun if self.begun else 0.0
-        used = (self.seconds_before + now) / (60 * (self.minutes or math.inf))
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            used = self.trainer.strategy.broadcast(used)
-        return used
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.minutes is not None and self.budget_used() >= 1:
-            self.trainer.should_stop = True
-
     def on_train_epoch_start(self) -> None:
         # random numbers of the network, such as dropout, follow from the seed, the epoch and which
         # samples the process gets, so that a resumed training draws what an uninterrupted one does
@@ -362,8 +345,6 @@ class Task(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["names"], checkpoint["task"] = self.data().names(), type(self).__name__
-        if self.minutes is not None:
-            checkpoint["seconds"] = 60 * self.minutes * self.budget_used()
         if network := describe(self.net, self.net_config):
             checkpoint["network"] = network  # for `from_checkpoint`
 
@@ -373,7 +354,6 @@ class Task(L.LightningModule):
         if any(current.values()) and current != saved:
             raise DataError(f"{data.root}: has {current}, but the checkpoint was trained on {saved}")
         data.set_names(saved)
-        self.seconds_before = checkpoint.get("seconds", 0.0)
 
     def gathered(self, items: dict[Any, T]) -> dict[Any, T]:
         """Return the entries of all processes, sorted by their keys. A sampler that fills up its

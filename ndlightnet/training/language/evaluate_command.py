@@ -20,9 +20,9 @@ from ndlightnet.data.errors import DataError, atomic_write, one_line, readable
 from ndlightnet.data.folders import files_below, find_root
 from ndlightnet.data.text.text_files import is_jsonl, open_text
 from ndlightnet.data.text.tokenizer import Tokenizer
-from ndlightnet.inference.likelihood import encode_pair, log_likelihoods
+from ndlightnet.inference.likelihood import encode_pair, in_bfloat16, log_likelihoods
 from ndlightnet.training.core.options import WordsParser
-from ndlightnet.training.language.generate_command import in_bfloat16, open_model
+from ndlightnet.training.language.generate_command import open_model
 
 # the kinds of tasks by the keys that all lines of a file have
 KINDS = (

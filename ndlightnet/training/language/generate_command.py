@@ -10,8 +10,9 @@ import torch
 
 from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError, one_line
-from ndlightnet.data.text.tokenizer import Tokenizer, parse_tokenizer, saved_tokenizer
+from ndlightnet.data.text.tokenizer import Tokenizer, load_tokenizer
 from ndlightnet.inference import generate_text
+from ndlightnet.inference.likelihood import in_bfloat16
 from ndlightnet.training.core.options import WordsParser
 from ndlightnet.training.core.runs import find_checkpoint
 
@@ -20,7 +21,7 @@ def open_model(path: str, device: str) -> tuple[NDLightNet, Tokenizer]:
     """Return the language model, in evaluation mode, and the tokenizer of a checkpoint, or of the best or else last one
     of a run's folder. device: of torch, or "auto": a GPU if there is one. Raises DataError."""
     checkpoint, _ = find_checkpoint(Path(path))
-    tokenizer = parse_tokenizer(saved_tokenizer(checkpoint), checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         network = NDLightNet.from_checkpoint(checkpoint).to(place)
@@ -29,12 +30,6 @@ def open_model(path: str, device: str) -> tuple[NDLightNet, Tokenizer]:
     if not (network.per_token and network.causal):
         raise DataError(f"{checkpoint}: the network of another task, expected a causal language model")
     return network, tokenizer
-
-
-def in_bfloat16(network: NDLightNet) -> torch.autocast:
-    """Return the context in which a network computes: on a GPU bfloat16 where its precision suffices."""
-    device = next(network.parameters()).device.type
-    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 
 def generate(arguments: list[str]) -> int:

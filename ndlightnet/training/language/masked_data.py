@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -57,13 +56,15 @@ class HiddenTokens(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return tokens, places, labels
 
 
-def collate_hidden(items: Sequence[tuple[Tensor, Tensor, Tensor]], packed: bool) -> tuple[Packed | Tensor, ...]:
-    """Return texts in a batch (batch, length), or of any lengths in a pack, the places of the hidden tokens among all
+def collate_hidden(
+    items: Sequence[tuple[Tensor, Tensor, Tensor]], join: Callable[..., Packed | Tensor] = torch.stack
+) -> tuple[Packed | Tensor, ...]:
+    """Return texts that `join` makes a batch (batch, length) or a pack, the places of the hidden tokens among all
     tokens of the batch, and their labels, (hidden,) int64 each."""
     texts, places, labels = zip(*items, strict=True)
     starts = accumulate(map(len, texts[:-1]), initial=0)
     flat = torch.cat([place + start for place, start in zip(places, starts, strict=True)])
-    return pack(texts) if packed else torch.stack(texts), flat, torch.cat(labels)
+    return join(texts), flat, torch.cat(labels)
 
 
 class MaskedTextData(TextData):
@@ -105,8 +106,11 @@ class MaskedTextData(TextData):
         windows = Windows(self.splits[2].part(0, self.tested), self.length, 0)
         self.test_set = HiddenTokens(windows, self.hidden, tokenizer, self.seed)
 
-    collate = staticmethod(partial(collate_hidden, packed=False))
-    pack_documents = staticmethod(partial(collate_hidden, packed=True))
+    collate = staticmethod(collate_hidden)
+
+    @staticmethod
+    def pack_documents(documents: Sequence[Any]) -> tuple[Any, ...]:
+        return collate_hidden(documents, pack)
 
     def test_dataloader(self) -> Any:
         return self.still_loader(self.test_set)

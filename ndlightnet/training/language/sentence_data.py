@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.made.sentences import make_sentences
 from ndlightnet.data.packing import PackCollate
 from ndlightnet.data.text.tables import Row, number_of, read_table
 from ndlightnet.data.text.tokenizer import BYTES, load_tokenizer
-from ndlightnet.training.core.data_module import held_out
+from ndlightnet.training.core.data_module import LabelledData, held_out
 from ndlightnet.training.core.options import check
 from ndlightnet.training.language.tokenized import TokenizedData
 from ndlightnet.training.report.results import log_rank_zero
@@ -31,25 +30,10 @@ def join_texts(texts: Sequence[Sequence[int]], end: int, length: int) -> list[in
     return [token for number, text in enumerate(texts) for token in (*text[: kept[number]], end)]
 
 
-class Sentences(Dataset[tuple[Tensor, float, int]]):
-    """Samples (tokens (length,) int64, label, number); labels are numbers of classes, or values.
-
-    rows: what they were read from.
-    """
-
-    def __init__(self, rows: Sequence[Row], tokens: Sequence[list[int]], labels: Sequence[float]) -> None:
-        self.rows, self.tokens, self.labels = rows, tokens, labels
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, float, int]:
-        return torch.tensor(self.tokens[index]), self.labels[index], index
-
-
-class SentenceData(TokenizedData):
+class SentenceData(LabelledData, TokenizedData):
     """Tables of labelled texts, .tsv, .csv or .jsonl, see `read_table`. The classes are the labels in `train`, sorted;
-    for a regression (`model.regression`) labels are numbers.
+    for a regression (`model.regression`) labels are numbers. Samples are (tokens (length,) int64, label, number), with
+    the number of a class for a label, or a value; `rows` has the lines of those to test or predict.
 
     Args:
         root: the folder of the tables.
@@ -58,7 +42,6 @@ class SentenceData(TokenizedData):
         text: the column of the text, or the two of a pair: its name, or its number from 0.
         label: that of the label.
         header: whether the first line of a table has the names of its columns.
-        quotes: whether its fields are in quotation marks; default: in .csv, not in .tsv.
         tokenizer: a name, file, folder, or the checkpoint of another training, see `load_tokenizer`.
         length: most tokens of a sample: those of each text and one that ends it. Of a pair, the longer text is cut.
         batch_size: samples in a batch, end to end without padding: none sees another.
@@ -75,7 +58,6 @@ class SentenceData(TokenizedData):
         text: str | int | list[str | int] = "text",
         label: str | int = "label",
         header: bool = True,
-        quotes: bool | None = None,
         tokenizer: str = BYTES,
         length: int = 128,
         batch_size: int = 32,
@@ -88,16 +70,9 @@ class SentenceData(TokenizedData):
         check("data.length", length, length > len(self.columns), "more tokens than texts, which one ends each")
         check("data.val", val, isinstance(val, str) or 0 <= val < 1, "a table, or a fraction below 1")
         self.files, self.val, self.label = {"train": train, "test": test}, val, str(label)
-        self.header, self.quotes = header, quotes
-        self.tokenizer_source, self.length = tokenizer, length
+        self.header, self.tokenizer_source, self.length = header, tokenizer, length
         self.collate = PackCollate(None)
-        self.classes: tuple[str, ...] = ()
-
-    def names(self) -> dict[str, list[Any]]:
-        return {"classes": list(self.classes)}
-
-    def set_names(self, names: dict[str, list[Any]]) -> None:
-        self.classes = tuple(names["classes"])
+        self.rows: list[Row] = []
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -114,7 +89,8 @@ class SentenceData(TokenizedData):
             if len(self.classes) < 2:
                 raise DataError(f"{train}: has the classes {list(self.classes)}, expected two or more labels")
         if stage == "test":
-            self.test_set = self._sentences(test, self._read(test))
+            self.rows = self._read(test)
+            self.test_set = self._sentences(test, self.rows)
             return
         if isinstance(self.val, str):
             file, held = self.root / self.val, self._read(self.root / self.val)
@@ -131,16 +107,17 @@ class SentenceData(TokenizedData):
         return [row for n, row in enumerate(rows) if n not in held], [rows[n] for n in sorted(held)]
 
     def _read(self, path: Path, labelled: bool = True) -> list[Row]:
-        return read_table(path, self.columns, self.label if labelled else None, self.header, self.quotes)
+        return read_table(path, self.columns, self.label if labelled else None, self.header)
 
-    def _sentences(self, path: Path, rows: list[Row], labelled: bool = True) -> Sentences:
+    def _sentences(self, path: Path, rows: list[Row], labelled: bool = True) -> list[tuple[Tensor, float, int]]:
         tokenizer = self.known_tokenizer()
         texts = [tokenizer.encode([row.texts[number] for row in rows]) for number in range(len(self.columns))]
         pairs = list(zip(*texts, strict=True))
         if cut := sum(sum(map(len, pair)) + len(pair) > self.length for pair in pairs):
             log_rank_zero([f"{path}: {cut} of {len(rows)} samples are cut to length={self.length} tokens"])
-        tokens = [join_texts(pair, tokenizer.end, self.length) for pair in pairs]
-        return Sentences(rows, tokens, [self._label(path, row) if labelled else 0 for row in rows])
+        tokens = [torch.tensor(join_texts(pair, tokenizer.end, self.length)) for pair in pairs]
+        labels = [self._label(path, row) if labelled else 0 for row in rows]
+        return list(zip(tokens, labels, range(len(rows)), strict=True))
 
     def _label(self, path: Path, row: Row) -> float:
         if self.regression:
@@ -152,7 +129,8 @@ class SentenceData(TokenizedData):
 
     def predict_dataloader(self) -> Any:
         path = Path(self.check_input("a table to predict", self.tokenizer is not None))
-        self.test_set = self._sentences(path, self._read(path, labelled=False), labelled=False)
+        self.rows = self._read(path, labelled=False)
+        self.test_set = self._sentences(path, self.rows, labelled=False)
         return self.still_loader(self.test_set)
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -28,31 +29,24 @@ def table(arguments: list[str]) -> None:
     and for a folder of runs with other options."""
     parser = WordsParser("text_cls.py table", description="Other options are those of fit, for all runs.")
     parser.add_argument("configs", nargs="+", metavar="CONFIG", help="a run is named after its config")
-    parser.add_argument("--init", help="a checkpoint that all begin with, model.init")
-    parser.add_argument("--tokenizer", help="of all, data.tokenizer")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/glue"), help="the folder of the runs and the table")
     chosen, options = parser.parse_known_args(arguments)
     configs = {Path(config).stem: config for config in chosen.configs}
     check("table", chosen.configs, len(configs) == len(chosen.configs), "configs of different names")
     check_configs([f"--config={config}" for config in configs.values()])
-    named = {"model.init": chosen.init, "data.init_args.tokenizer": chosen.tokenizer}
-    options = [f"--{name}={value}" for name, value in named.items() if value is not None] + options
     _check_options(chosen.out, options)
     # every task with one seed before the next seed: then it is known how long each takes
     runs = [(name, seed) for seed in chosen.seeds for name in configs]
     folders = {run: chosen.out / f"{run[0]}-{run[1]}" for run in runs}
     scores = {run: done for run in runs if (done := _scores_of(folders[run]))}
-    waiting, seconds, begun = [run for run in runs if run not in scores], dict[str, float](), time.monotonic()
+    waiting, begun = [run for run in runs if run not in scores], time.monotonic()
     for number, (name, seed) in enumerate(waiting, 1):
-        started = time.monotonic()
         run = _run(folders[name, seed], ["--config", configs[name], f"--seed_everything={seed}", *options])
-        scores[name, seed], ended = run, time.monotonic()
-        seconds[name] = ended - started
-        left = sum(seconds.get(task, mean(seconds.values())) for task, _ in waiting[number:])
+        scores[name, seed] = run
         values = ", ".join(f"{metric} {100 * value:.1f}" for metric, value in run.items())
-        times = f"{_clock(ended - begun)} passed, about {_clock(left)} left"
-        print(f"{number}/{len(waiting)} {name}, seed {seed}: {values}; {times}", file=sys.stderr, flush=True)
+        left = timedelta(seconds=round((time.monotonic() - begun) / number * (len(waiting) - number)))
+        print(f"{number}/{len(waiting)} {name}, seed {seed}: {values}; about {left} left", file=sys.stderr, flush=True)
         _write(chosen.out, options, configs, chosen.seeds, scores)
     _write(chosen.out, options, configs, chosen.seeds, scores)
     print((chosen.out / "table.md").read_text("utf-8"), end="")
@@ -87,11 +81,6 @@ def _run(folder: Path, options: list[str]) -> Scores:
     del cli
     gc.collect()  # a network that has been trained must not be in the memory of the next
     return _scores_of(folder) or {}
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _write(out: Path, options: list[str], names: Any, seeds: list[int], scores: dict[tuple[str, int], Scores]) -> None:

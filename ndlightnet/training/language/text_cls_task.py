@@ -53,13 +53,8 @@ class TextClsTask(TokenizedTask):
         metrics: what is measured, see `measure`; of the first one the best checkpoint has the highest value. Default:
             accuracy, of a regression pearson.
         regression: labels are numbers; `net` has num_classes=1.
-        label_smoothing: of the cross-entropy.
         others: as in Task.
     """
-
-    saved = (*TokenizedTask.saved, "cost")
-    measures = "step"
-    monitor = "val_score"
 
     def __init__(
         self,
@@ -68,35 +63,24 @@ class TextClsTask(TokenizedTask):
         weight_decay: float = 0.05,
         metrics: list[OfClasses | OfValues] | None = None,
         regression: bool = False,
-        label_smoothing: float = 0.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
-        check("model.label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "a fraction from 0 to 1")
         possible = get_args(OfValues if regression else OfClasses)
         self.metrics: Sequence[str] = metrics or possible[:1]
         fitting = {*self.metrics} <= {*possible}
         check("model.metrics", metrics, fitting, f"{', '.join(possible)} with regression={regression}")
-        self.regression, self.label_smoothing = regression, label_smoothing
+        self.regression = regression
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         count = 1 if self.regression else len(self.data().classes)
         self.expect(per_token=False, **({"num_classes": count} if count else {}))
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        data = self.data()
-        if data.tokenizer is None:  # to predict, the names are those of the checkpoint
-            data.set_names(checkpoint["names"])
-        super().on_load_checkpoint(checkpoint)
-
     def training_step(self, batch: Batch, _: int) -> Tensor:
         texts, labels, _numbers = batch
         outputs = self(texts).float()
-        if self.regression:
-            loss = mse_loss(outputs[:, 0], labels.float())
-        else:
-            loss = cross_entropy(outputs, labels, label_smoothing=self.label_smoothing)
+        loss = mse_loss(outputs[:, 0], labels.float()) if self.regression else cross_entropy(outputs, labels)
         self.log("loss", loss, prog_bar=True, batch_size=len(labels))
         return loss
 
@@ -167,6 +151,6 @@ class TextClsTask(TokenizedTask):
             head += data.classes
         if labels is not None:
             head.insert(0, "truth")
-            rows = [[data.test_set.rows[number].label, *row] for number, row in zip(numbers, rows, strict=True)]
-        lines = [(*data.test_set.rows[number].texts, *row) for number, row in zip(numbers, rows, strict=True)]
+            rows = [[data.rows[number].label, *row] for number, row in zip(numbers, rows, strict=True)]
+        lines = [(*data.rows[number].texts, *row) for number, row in zip(numbers, rows, strict=True)]
         write_csv(self.out() / f"{name}.csv", [*data.columns, *head], lines)

@@ -12,20 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folders import find_root
+from ndlightnet.data.folders import find_root, list_files
 from ndlightnet.data.packing import TokenBudgetSampler
 from ndlightnet.data.sampling import mixed, seeded_draws
-from ndlightnet.data.text.text_files import find_texts
 from ndlightnet.data.text.tokenizer import BYTES, load_tokenizer
-from ndlightnet.data.text.tokens import (
-    Documents,
-    RandomWindows,
-    Tokens,
-    Windows,
-    is_token_folder,
-    read_tokens,
-    tokenizer_of,
-)
+from ndlightnet.data.text.tokens import Documents, RandomWindows, Tokens, Windows, is_token_folder, read_tokens
 from ndlightnet.layout import pack
 from ndlightnet.training.core.data_module import TimedLoader
 from ndlightnet.training.language.tokenized import TokenizedData
@@ -105,7 +96,7 @@ class TextData(TokenizedData):
         """Read the texts to train, to validate and to test on."""
         if self.tokenizer is None:
             written = self.source_of_tokenizer is None and is_token_folder(self.root)
-            self.tokenizer = tokenizer_of(self.root) if written else load_tokenizer(self.source_of_tokenizer or BYTES)
+            self.tokenizer = load_tokenizer(self.root if written else self.source_of_tokenizer or BYTES)
         text = read_tokens(self.root, self.tokenizer)
         texts = [None if file is None else read_tokens(find_root(file), self.tokenizer) for file in self.files]
         train, *shares = self.fractions
@@ -155,27 +146,9 @@ class TextData(TokenizedData):
         return [DataLoader(Windows(text, n), batch_size=longest // n) for n in self.lengths]
 
     def predict_dataloader(self) -> Any:
-        """Return a loader of the input's files, one at a time: {"path", "text" or "error"}."""
-        files = find_texts(self.check_input("a file or a folder to predict", self.tokenizer is not None))
-        return DataLoader(Texts(files, self), batch_size=None)
-
-
-class Texts(Dataset[dict[str, Any]]):
-    """Files read one at a time: item i is {"path", "text": (tokens,) int64}, or {"path", "error"} for one that cannot
-    be read."""
-
-    def __init__(self, paths: Sequence[Path], data: TokenizedData) -> None:
-        self.paths, self.data = list(paths), data
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        path = self.paths[index]
-        try:
-            return {"path": path, "text": read_tokens(path, self.data.known_tokenizer())[:]}
-        except DataError as error:
-            return {"path": path, "error": str(error)}
+        """Return a loader of the paths of the input's files, one at a time."""
+        path = self.check_input("a file or a folder to predict", self.tokenizer is not None)
+        return DataLoader(list_files(Path(path)), batch_size=None)  # type: ignore[arg-type]
 
 
 class _Draws(TokenBudgetSampler):

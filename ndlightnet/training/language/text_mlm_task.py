@@ -24,10 +24,6 @@ class MaskedTextTask(TokenizedTask):
         others: as in Task.
     """
 
-    saved = (*TokenizedTask.saved, "cost")
-    measures = "step"
-    monitor = "val_score"
-
     def __init__(self, net: nn.Module, lr: float = 1e-3, weight_decay: float = 0.01, **kwargs: Any) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
         vars(self)["called"] = TextLoss(net)

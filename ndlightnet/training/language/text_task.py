@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.text.tokens import read_tokens
 from ndlightnet.ops.linear_cross_entropy import linear_cross_entropy
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
@@ -64,9 +65,6 @@ class TextTask(TokenizedTask):
         others: as in Task.
     """
 
-    saved = (*TokenizedTask.saved, "cost")
-    measures = "step"
-    monitor = "val_score"
     shards = True
 
     def __init__(
@@ -152,18 +150,16 @@ class TextTask(TokenizedTask):
         draw({self.out().name: metrics}, self.out() / "bits_per_byte.png")
 
     def on_predict_start(self) -> None:
-        self.predicted: dict[Path, tuple[Extent, float]] = {}  # what is predicted of each file, and its bits
+        self.predicted: dict[str, tuple[Extent, float]] = {}  # what is predicted of each file, and its bits
 
-    def predict_step(self, batch: dict[str, Any], _: int) -> None:
-        path = batch["path"]
+    def predict_step(self, path: str, _: int) -> None:
+        data = self.data()
         with self.one_input(path):
-            if "error" in batch:
-                raise DataError(batch["error"])
-            text = batch["text"]
+            text = read_tokens(Path(path), data.tokenizer)[:]
             if len(text) < 2:
                 raise DataError(f"{path}: 1 token, expected 2 or more: the first is not predicted")
-            bits = file_bits(self.net, text.to(self.device), self.data().length)
-            self.predicted[path] = (extent(text[1:], self.data().tokenizer), bits)
+            bits = file_bits(self.net, text.to(self.device), data.length)
+            self.predicted[path] = (extent(text[1:], data.tokenizer), bits)
 
     def on_predict_end(self) -> None:
         """Write predictions.csv: a line for each file, its tokens and bytes but for the first token, and its bits."""
@@ -172,7 +168,7 @@ class TextTask(TokenizedTask):
         if not self.trainer.is_global_zero or not predicted:
             return
         rows = [
-            (str(path), text.tokens, text.bytes, f"{bits / max(1, text.bytes):.6f}")
+            (path, text.tokens, text.bytes, f"{bits / max(1, text.bytes):.6f}")
             for path, (text, bits) in predicted.items()
         ]
         write_csv(file, ("file", "tokens", "bytes", "bits_per_byte"), rows)

@@ -12,9 +12,11 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import find_root
 from ndlightnet.data.text.text_files import read_pieces
 from ndlightnet.data.text.tokenizer import FILE, load_tokenizer, train_tokenizer
-from ndlightnet.data.text.tokens import TokenWriter, is_token_folder, tokenize, tokenizer_of
+from ndlightnet.data.text.tokens import TokenWriter, is_token_folder, tokenize
 from ndlightnet.training.core.options import WordsParser
 from ndlightnet.training.report.results import log_rank_zero
+
+TRAINED = 2**28  # characters, from the first text on, that a tokenizer is trained on
 
 
 def tokenize_files(arguments: list[str]) -> int:
@@ -30,8 +32,6 @@ def tokenize_files(arguments: list[str]) -> int:
     parser.add_argument("--out", required=True, help="the folder to write")
     parser.add_argument("--tokenizer", help="bytes, a file, or a folder such as one with GPT-2's files")
     parser.add_argument("--train", type=int, help="train a byte-level BPE of so many tokens on the texts instead")
-    most = "characters of the texts that it is trained on, from the first on"
-    parser.add_argument("--train_characters", type=int, default=2**28, help=most)
     options = parser.parse_args(arguments)
     tokenizer, train = options.tokenizer, options.train
     paths, folder = [find_root(file) for file in options.files], Path(options.out)
@@ -44,11 +44,11 @@ def tokenize_files(arguments: list[str]) -> int:
     if tokenizer is not None:
         vocabulary = load_tokenizer(tokenizer)
     elif is_token_folder(folder):
-        vocabulary = tokenizer_of(folder)  # that of the call that was stopped
+        vocabulary = load_tokenizer(folder)  # that of the call that was stopped
         if vocabulary.vocab_size != train:  # of a short text there are fewer
             log_rank_zero([f"{folder}: goes on with its tokenizer of {vocabulary.vocab_size} tokens"])
     else:
-        vocabulary = train_tokenizer(_beginning(paths, options.train_characters), train or 0)
+        vocabulary = train_tokenizer(_beginning(paths), train or 0)
     writer = TokenWriter(folder, vocabulary, paths)
     if writer.done:
         print(f"{folder}: is complete, with {writer.tokens:,} tokens")
@@ -67,12 +67,12 @@ def tokenize_files(arguments: list[str]) -> int:
     return 0
 
 
-def _beginning(paths: list[Path], characters: int) -> Iterator[str]:
-    """Yield pieces of the texts, so many characters of all."""
+def _beginning(paths: list[Path]) -> Iterator[str]:
+    """Yield pieces of the texts, TRAINED characters of all."""
     total = 0
     for path in paths:
         for piece in read_pieces(path):
             yield piece.text
             total += len(piece.text)
-            if total >= characters:
+            if total >= TRAINED:
                 return

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ndlightnet.data.text import text_files
-from ndlightnet.data.text.text_files import find_texts, read_bytes, read_pieces
+from ndlightnet.data.text.text_files import read_bytes, read_pieces
 
 from ..refusals import refuses
 
@@ -128,12 +128,3 @@ def test_rows_of_a_saved_data_set(tmp_path):
     ):
         (tmp_path / name).mkdir(exist_ok=True)
         refuses(lambda name=name: list(read_pieces(tmp_path / name)), tmp_path / name, words)
-
-
-def test_files_of_a_folder(tmp_path):
-    for name in ("b/c.txt", "a.txt", ".hidden", "b/.d/e.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("a")
-    assert sorted(find_texts(tmp_path)) == [tmp_path / "a.txt", tmp_path / "b/c.txt"]
-    assert find_texts(tmp_path / "a.txt") == [tmp_path / "a.txt"]
-    refuses(lambda: find_texts(tmp_path / "gone"), tmp_path / "gone")

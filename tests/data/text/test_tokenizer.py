@@ -16,7 +16,6 @@ from ndlightnet.data.text.tokenizer import (
     SubwordTokenizer,
     load_tokenizer,
     parse_tokenizer,
-    saved_tokenizer,
     train_tokenizer,
 )
 
@@ -100,7 +99,7 @@ def test_word_pieces_are_those_of_bert(bert):
 
 
 def test_word_pieces_with_capitals_keep_them(tmp_path):
-    words = ["[PAD]", "[UNK]", "[SEP]", "[MASK]", "the", "The", "##re", "é"]
+    words = ["[CLS]", "[UNK]", "[SEP]", "[MASK]", "the", "The", "##re", "é"]
     (tmp_path / "vocab.txt").write_text("\n".join(words), "utf-8")
     assert load_tokenizer(tmp_path).encode(["There the é thex [SEP]"]) == [[5, 6, 4, 7, 1, 1, 1, 1]]
     (tmp_path / "vocab.txt").write_text("\n".join(word.replace("T", "t2") for word in words), "utf-8")
@@ -171,7 +170,6 @@ def test_every_file_that_holds_one(bpe, tmp_path, monkeypatch):
         same(load_tokenizer(str(tmp_path / source)), bpe)
     monkeypatch.setenv("NDLIGHTNET_DATA", str(tmp_path))
     same(load_tokenizer("new"), bpe)
-    assert saved_tokenizer(tmp_path / "last.ckpt") == bpe.text
     ByteTokenizer().save(tmp_path / "bytes" / "tokenizer.json")
     torch.save({"tokenizer": ByteTokenizer().text}, tmp_path / "bytes.ckpt")
     for source in ("bytes", tmp_path / "bytes", tmp_path / "bytes.ckpt"):
@@ -205,13 +203,9 @@ def test_a_folder_of_gpt2s_two_files(tmp_path, names):
         ("a.json", "{}", "^SOURCE: not a tokenizer "),
         ("a.json", b"\xff\x00", "^SOURCE: not a tokenizer "),
         ("a.json", "5", "^SOURCE: not a tokenizer "),
-        (
-            "vocab.txt",
-            "a\nb\n[UNK]",
-            r"^SOURCE: not a tokenizer \(has no token that ends a document, expected one of <",
-        ),
+        ("vocab.txt", "a\nb\n[UNK]", r"^SOURCE: not a tokenizer \(sep_token not found in the vocabulary\), expected"),
         ("vocab.txt", "", "^SOURCE: not a tokenizer "),
-        ("a.ckpt", b"?", "^SOURCE: has no tokenizer, expected the checkpoint of a training on text$"),
+        ("a.ckpt", b"?", "^SOURCE: not a tokenizer .*a checkpoint of a training on text$"),
     ],
 )
 def test_what_is_no_tokenizer_is_one_line(tmp_path, name, content, message):
@@ -228,7 +222,7 @@ def test_what_is_no_tokenizer_is_one_line(tmp_path, name, content, message):
 
 def test_a_checkpoint_without_a_tokenizer(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "a.ckpt")
-    refuses(lambda: load_tokenizer(tmp_path / "a.ckpt"), tmp_path / "a.ckpt", "has no tokenizer")
+    refuses(lambda: load_tokenizer(tmp_path / "a.ckpt"), tmp_path / "a.ckpt", "a checkpoint without one")
     torch.save({"tokenizer": "{}"}, tmp_path / "b.ckpt")
     refuses(lambda: load_tokenizer(tmp_path / "b.ckpt"), tmp_path / "b.ckpt", "not a tokenizer")
     with pytest.raises(DataError, match=r"^x: not a tokenizer "):

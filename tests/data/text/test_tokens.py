@@ -14,20 +14,19 @@ from hypothesis import strategies as st
 
 from ndlightnet.data.sampling import SeededSamples
 from ndlightnet.data.text import text_files, tokens
-from ndlightnet.data.text.tokenizer import ByteTokenizer, train_tokenizer
+from ndlightnet.data.text.tokenizer import ByteTokenizer, load_tokenizer, train_tokenizer
 from ndlightnet.data.text.tokens import (
     Documents,
     RandomWindows,
     Tokens,
     TokenWriter,
     Windows,
-    dtype_of,
     read_index,
     read_tokens,
     tokenize,
-    tokenizer_of,
 )
 from ndlightnet.training.core.data_module import DataModule
+from ndlightnet.training.language import tokenize_command
 from ndlightnet.training.language.tokenize_command import tokenize_files
 
 from ..refusals import refuses
@@ -103,11 +102,12 @@ def test_rows_of_a_saved_data_set_are_documents(bpe, tmp_path):
 
 
 @pytest.mark.parametrize("size, dtype", [(256, np.uint8), (257, np.uint16), (2**16, np.uint16), (2**16 + 1, np.uint32)])
-def test_numbers_are_as_small_as_the_vocabulary_allows(size, dtype):
+def test_numbers_are_as_small_as_the_vocabulary_allows(tmp_path, size, dtype):
     class Sized(ByteTokenizer):
         vocab_size = size
 
-    assert dtype_of(Sized()) is dtype
+    (tmp_path / "a.txt").write_text("a")
+    assert [batch.dtype for batch, _ in tokenize(tmp_path / "a.txt", Sized())] == [dtype]
 
 
 # ------------------------------------------------------------------------------- files of tokens
@@ -138,9 +138,9 @@ def test_shards_are_one_text_at_every_slice(bpe, files, tmp_path, capsys):
     assert tokenize_files(words) == 0
     index = read_index(tmp_path / "out")
     assert len(index["shards"]) > 4 and all(shard["tokens"] >= 64 for shard in index["shards"][:-1])
-    assert (index["vocab_size"], index["end"], index["files"]) == (bpe.vocab_size, bpe.end, files)
+    assert (index["tokenizer"], index["files"]) == (bpe.digest, files)
     expected = [token for file in files for token in encoded(tmp_path / file, bpe)]
-    text = read_tokens(tmp_path / "out", tokenizer_of(tmp_path / "out"))
+    text = read_tokens(tmp_path / "out", load_tokenizer(tmp_path / "out"))
     assert len(text) == len(expected) and text[:].tolist() == expected
     assert all(isinstance(array, np.memmap) and array.dtype == np.uint16 for array in text.arrays)
     edges = [edge + shift for edge in text.offsets for shift in (-1, 0, 1) if 0 <= edge + shift <= len(text)]
@@ -239,10 +239,11 @@ def test_a_bad_line_leaves_a_folder_that_goes_on(tmp_path, monkeypatch):
     assert bytes(encoded(tmp_path / "out", ByteTokenizer())) == b"one\0two\0three\0"
 
 
-def test_a_vocabulary_is_trained_on_the_first_characters(tmp_path):
+def test_a_vocabulary_is_trained_on_the_first_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_command, "TRAINED", 100)
     (tmp_path / "a.jsonl").write_text(f'{{"text": "{"ab" * 50}"}}\n{{"text": "{"xy" * 50}"}}\n')
-    tokenize_files([f"{tmp_path}/a.jsonl", f"--out={tmp_path}/out", "--train=262", "--train_characters=100"])
-    tokenizer = tokenizer_of(tmp_path / "out")
+    tokenize_files([f"{tmp_path}/a.jsonl", f"--out={tmp_path}/out", "--train=262"])
+    tokenizer = load_tokenizer(tmp_path / "out")
     assert len(tokenizer.encode(["ab" * 8])[0]) < 8 and len(tokenizer.encode(["xy" * 8])[0]) == 16
 
 

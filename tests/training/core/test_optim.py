@@ -112,7 +112,7 @@ def test_minutes_set_the_rate_by_the_clock(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     net = nn.Linear(2, 2)
     task = Task(net, lr=0.5, weight_decay=0.03, minutes=2, schedule="constant_decay", min_lr=0.1)
-    task._trainer = SimpleNamespace(num_training_batches=20, accumulate_grad_batches=2)
+    task._trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda value: value))
     schedule = task.configure_optimizers()["lr_scheduler"]["scheduler"]
 
     def rate_at(seconds):
@@ -121,12 +121,12 @@ def test_minutes_set_the_rate_by_the_clock(monkeypatch):
         schedule.step()
         return schedule.get_last_lr()[0]
 
-    assert task.budget_used() == 0
-    task.on_train_start()
+    assert task.timer.time_elapsed() == 0
+    task.timer.on_train_start(None, None)
     for seconds, rate in ((3, 0.25), (6, 0.5), (60, 0.5), (96, 0.5), (108, 0.3), (120, 0.1), (500, 0.1)):
         assert rate_at(seconds) == pytest.approx(rate, abs=2e-3)
-    task.seconds_before = 60.0
-    assert rate_at(48) == pytest.approx(0.3, abs=2e-3) and task.budget_used() == pytest.approx(108 / 120)
+    task.timer.load_state_dict({"time_elapsed": {"train": 60.0}})
+    assert rate_at(48) == pytest.approx(0.3, abs=2e-3)
 
 
 def test_betas_are_those_of_the_optimizer():

@@ -202,7 +202,7 @@ def test_wrong_files_and_options_are_one_line(run, tasks, tmp_path, capsys):
         ([run, choices, tmp_path / "choices.jsonl"], f"{tmp_path}/choices.jsonl: a second task choices"),
         ([run, choices, "--limit=0"], "--limit: 0, expected 1 or more"),
         ([tmp_path / "gone", choices], f"{tmp_path}/gone: no such checkpoint"),
-        ([tmp_path / "other.ckpt", choices], f"{tmp_path}/other.ckpt: has no tokenizer"),
+        ([tmp_path / "other.ckpt", choices], f"{tmp_path}/other.ckpt: not a tokenizer"),
         ([byte_run, choices], f"{byte_run}/checkpoints/best.ckpt: the network of another task, expected a causal"),
     ):
         with pytest.raises(DataError, match=f"^{message}"):

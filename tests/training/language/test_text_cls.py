@@ -80,7 +80,7 @@ def test_samples_are_the_tokens_of_pairs(tmp_path, capsys):
     set_up(task_of(), data)
     assert data.classes == ("blue", "green", "red")
     assert (len(data.train_set), len(data.val_set)) == (18, 6)
-    assert sorted(data.val_set.labels) == [0, 0, 1, 1, 2, 2]  # a fourth of each class
+    assert sorted(label for _, label, _ in data.val_set) == [0, 0, 1, 1, 2, 2]  # a fourth of each class
     tokens, label, number = data.train_set[0]
     assert bytes(tokens.tolist()) == b"no. 3\0it is b\0" and (label, number) == (0, 0)
     assert f"{tmp_path}/train.tsv: 18 of 18 samples are cut to length=14 tokens" in capsys.readouterr().err
@@ -127,7 +127,6 @@ def test_metrics_are_those_of_scikit_learn_and_scipy():
     [
         ({"metrics": ["pearson"]}, "model.metrics: .*expected accuracy, f1, matthews with regression=False"),
         ({"metrics": ["f1"], "regression": True}, "model.metrics: .*expected pearson, spearman with"),
-        ({"label_smoothing": 2}, "model.label_smoothing: 2"),
     ],
 )
 def test_wrong_options_of_the_task(options, message):
@@ -279,7 +278,7 @@ def test_the_table_of_two_configs(pairs, tmp_path, capsys):
         (tmp_path / f"{name}.yaml").write_text(text)
         configs.append(str(tmp_path / f"{name}.yaml"))
     out = tmp_path / "out"
-    words = [*configs, "--tokenizer=bytes", "--seeds", "0", "1", f"--out={out}", "--trainer.limit_train_batches=2"]
+    words = [*configs, "--data.tokenizer=bytes", "--seeds", "0", "1", f"--out={out}", "--trainer.limit_train_batches=2"]
     table(words)
     done = capsys.readouterr()
     runs = [line for line in done.err.splitlines() if " left" in line]

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import timer
 from torch.nn.functional import cross_entropy
 
 from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.text.tokenizer import ByteTokenizer, train_tokenizer
+from ndlightnet.layout import pack
 from ndlightnet.training import MaskedTextData, MaskedTextTask
-from ndlightnet.training.core import task as task_module
 from ndlightnet.training.language.masked_data import HiddenTokens, collate_hidden
 from ndlightnet.training.language.tokenize_command import tokenize_files
 from tests.training.conftest import fit_and_test, last, launcher, set_up
@@ -110,7 +111,7 @@ def test_a_pack_is_what_its_texts_are_alone(close, tied):
     loss = MaskedTextTask(net).called
     for sizes in ((9, 1, 30, 14), (12, 12, 12)):
         items = [HiddenTokens([torch.randint(50, (n,))], 0.4, TOKENIZER)[0] for n in sizes]
-        joint = loss(*collate_hidden(items, packed=True))
+        joint = loss(*collate_hidden(items, pack))
         total = 0.0
         for tokens, places, labels in items:
             total += cross_entropy(net(tokens[None])[0, places], labels, reduction="sum")
@@ -120,7 +121,7 @@ def test_a_pack_is_what_its_texts_are_alone(close, tied):
         scale = max(x.abs().max().item() for x in theirs)
         assert all((a - b).abs().max() <= 1e-10 * scale for a, b in zip(ours, theirs, strict=True))
         if len(set(sizes)) == 1:
-            close(loss(*collate_hidden(items, packed=False)), expected, 1e-12)
+            close(loss(*collate_hidden(items)), expected, 1e-12)
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -233,19 +234,23 @@ def test_minutes_end_a_training_and_its_schedule(guess, folder, tmp_path, monkey
         clock[0] += 1
         return clock[0]
 
-    monkeypatch.setattr(task_module, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(timer, "time", SimpleNamespace(monotonic=monotonic))
+
+    def trained(checkpoint):
+        return checkpoint["callbacks"]["Timer"]["time_elapsed"]["train"]
+
     values = {"root": folder / "tokens", "out": tmp_path / "out", "trainer": {"max_epochs": 1000}}
     guess("fit", **values, model={"minutes": 1.0}).well()
     saved = torch.load(last(tmp_path / "out"), weights_only=True)
     steps, rates = saved["global_step"], logged(tmp_path / "out", "lr-AdamW/pg1")
-    assert 60 / 4 <= steps <= 60 and saved["seconds"] >= 60
+    assert 60 / 4 <= steps <= 60 and trained(saved) >= 60
     peak = rates.index(max(rates))
     assert max(rates) > 0.0095 and peak < steps / 4 and rates[-1] < 0.001
     assert rates[:peak] == sorted(rates[:peak]) and rates[peak:] == sorted(rates[peak:], reverse=True)
     # twice as long: the cosine of a half and on
     guess("fit", **values, model={"minutes": 2.0}, ckpt=last(tmp_path / "out")).well()
     more = torch.load(last(tmp_path / "out"), weights_only=True)
-    assert 1.5 * steps < more["global_step"] < 2.5 * steps and 120 <= more["seconds"] < 140
+    assert 1.5 * steps < more["global_step"] < 2.5 * steps and 120 <= trained(more) < 140
     rates = logged(tmp_path / "out", "lr-AdamW/pg1")[steps:]
     assert 0.003 < rates[1] < 0.006 and rates[-1] < 0.001
     guess("fit", **values, model={"minutes": 1.0}, ckpt=last(tmp_path / "out")).well()  # nothing is left
