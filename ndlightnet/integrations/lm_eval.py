@@ -24,7 +24,6 @@ from ndlightnet.inference.generate import generate_text
 from ndlightnet.inference.likelihood import in_bfloat16, log_likelihoods, rolling_log_likelihood
 from ndlightnet.models import NDLightNet
 
-NO_CHAT = "a language model of ndlightnet has no chat template: expected a run without --apply_chat_template"
 DRAWS = {"temperature", "top_k", "top_p", "repetition_penalty"}
 
 
@@ -71,15 +70,8 @@ class NDLightNetLM(TemplateLM):  # type: ignore[misc]
     def eot_token_id(self) -> int:
         return self.codec.end
 
-    @property
-    def tokenizer_name(self) -> str:
-        raise NotImplementedError(NO_CHAT)
-
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        raise NotImplementedError(NO_CHAT)
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        raise NotImplementedError(NO_CHAT)
+        raise NotImplementedError("a language model of ndlightnet: expected a run without --apply_chat_template")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the tokens of a text, without special ones in any case."""

@@ -143,14 +143,10 @@ class TextClsTask(TokenizedTask):
 
     def _write_table(self, name: str, numbers: list[int], outputs: Tensor, labels: Tensor | None = None) -> None:
         """Write a CSV: the texts of each sample, its truth if there are labels, prediction and probabilities."""
-        data, head = self.data(), ["prediction"]
-        rows: list[list[str]] = [[f"{value:.6f}"] for value in outputs.tolist()] if self.regression else []
-        if not self.regression:
-            answers = zip(outputs.argmax(-1).tolist(), outputs.tolist(), strict=True)
-            rows = [[data.classes[answer], *(f"{p:.6f}" for p in each)] for answer, each in answers]
-            head += data.classes
-        if labels is not None:
-            head.insert(0, "truth")
-            rows = [[data.rows[number].label, *row] for number, row in zip(numbers, rows, strict=True)]
-        lines = [(*data.rows[number].texts, *row) for number, row in zip(numbers, rows, strict=True)]
-        write_csv(self.out() / f"{name}.csv", [*data.columns, *head], lines)
+        data, truth, lines = self.data(), [] if labels is None else ["truth"], []
+        for number, output in zip(numbers, outputs, strict=True):
+            row = data.rows[number]
+            answer = [] if self.regression else [data.classes[int(output.argmax())]]
+            values = [f"{value:.6f}" for value in output.reshape(-1).tolist()]
+            lines.append([*row.texts, *([row.label] if truth else []), *answer, *values])
+        write_csv(self.out() / f"{name}.csv", [*data.columns, *truth, "prediction", *data.classes], lines)
