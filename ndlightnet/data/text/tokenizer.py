@@ -134,12 +134,12 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     files = next((files for files in choices if all(file.is_file() for file in files)), None)
     if files is None:
         raise DataError(f"tokenizer={source}: no such tokenizer, expected {EXPECTED}")
-    return _made(path, lambda: _read(*files))
+    return _parsed(path, lambda: _read(*files))
 
 
 def parse_tokenizer(text: str, source: object) -> Tokenizer:
     """Return the tokenizer of a `text`, see Tokenizer. Raises DataError that names `source` for anything else."""
-    return _made(source, lambda: text)
+    return _parsed(source, lambda: text)
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
@@ -155,7 +155,7 @@ def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
     return SubwordTokenizer(model.to_str())
 
 
-def _made(source: object, read: Callable[[], str]) -> Tokenizer:
+def _parsed(source: object, read: Callable[[], str]) -> Tokenizer:
     try:
         text = read()
         return ByteTokenizer() if text == ByteTokenizer.text else SubwordTokenizer(text)
@@ -180,5 +180,7 @@ def _read(file: Path, merges: Path | None = None) -> str:
     if merges is not None:
         return str(ByteLevelBPETokenizer.from_file(str(file), str(merges)).to_str())
     words = WordPiece.read_file(str(file))
+    if "[UNK]" not in words:
+        raise ValueError("has no [UNK]")
     lower = not any("A" <= x <= "Z" for word in words if not word.startswith("[") for x in word)
     return str(BertWordPieceTokenizer(words, lowercase=lower).to_str())

@@ -69,29 +69,24 @@ class SentenceData(LabelledData, TokenizedData):
         check("data.text", text, len(self.columns) in (1, 2), "one column, or the two of a pair")
         check("data.length", length, length > len(self.columns), "more tokens than texts, which one ends each")
         check("data.val", val, isinstance(val, str) or 0 <= val < 1, "a table, or a fraction below 1")
-        self.files, self.val, self.label = {"train": train, "test": test}, val, str(label)
+        self.train, self.val, self.test, self.label = train, val, test, str(label)
         self.header, self.tokenizer_source, self.length = header, tokenizer, length
         self.collate = PackCollate(None)
         self.rows: list[Row] = []
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        if stage == "predict":
-            return  # tokenizer and classes come with the checkpoint
-        self.tokenizer = self.tokenizer or load_tokenizer(self.tokenizer_source)
         task: Any = None if self.trainer is None else self.trainer.lightning_module
         self.regression = getattr(task, "regression", False)
-        # to test, the table of the training need not be here
-        train, test = (self.root / self.files[name] for name in ("train", "test"))
-        rows = self._read(train if train.is_file() or stage != "test" else test)
+        if stage in ("test", "predict"):
+            return  # tokenizer and classes are those of the training before, or come with the checkpoint
+        self.tokenizer = self.tokenizer or load_tokenizer(self.tokenizer_source)
+        train = self.root / self.train
+        rows = self._read(train)
         if not self.regression:
             self.classes = tuple(sorted({row.label for row in rows}))
             if len(self.classes) < 2:
                 raise DataError(f"{train}: has the classes {list(self.classes)}, expected two or more labels")
-        if stage == "test":
-            self.rows = self._read(test)
-            self.test_set = self._sentences(test, self.rows)
-            return
         if isinstance(self.val, str):
             file, held = self.root / self.val, self._read(self.root / self.val)
         else:
@@ -127,11 +122,16 @@ class SentenceData(LabelledData, TokenizedData):
             raise DataError(f"{lines}, expected one of those in training: {', '.join(self.classes)}")
         return self.classes.index(row.label)
 
+    def test_dataloader(self) -> Any:
+        return self._table_loader(self.root / self.test)
+
     def predict_dataloader(self) -> Any:
-        path = Path(self.check_input("a table to predict", self.tokenizer is not None))
-        self.rows = self._read(path, labelled=False)
-        self.test_set = self._sentences(path, self.rows, labelled=False)
-        return self.still_loader(self.test_set)
+        path = self.check_input("a table to predict", self.tokenizer is not None)
+        return self._table_loader(Path(path), labelled=False)
+
+    def _table_loader(self, path: Path, labelled: bool = True) -> Any:
+        self.rows = self._read(path, labelled)
+        return self.still_loader(self._sentences(path, self.rows, labelled))
 
 
 class MadeSentences(SentenceData):

@@ -102,7 +102,6 @@ class SegmentationTask(Task):
         return (torch.zeros(shape, device=self.device),)
 
     def on_train_start(self) -> None:
-        super().on_train_start()
         # Lightning omits on_train_epoch_start where it resumes within or at the end of an epoch
         self.waited = self._waited()
 

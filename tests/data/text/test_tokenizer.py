@@ -205,6 +205,7 @@ def test_a_folder_of_gpt2s_two_files(tmp_path, names):
         ("a.json", "5", "^SOURCE: not a tokenizer "),
         ("vocab.txt", "a\nb\n[UNK]", r"^SOURCE: not a tokenizer \(sep_token not found in the vocabulary\), expected"),
         ("vocab.txt", "", "^SOURCE: not a tokenizer "),
+        ("vocab.txt", "[CLS]\n[SEP]", r"^SOURCE: not a tokenizer \(has no \[UNK\]\)"),
         ("a.ckpt", b"?", "^SOURCE: not a tokenizer .*a checkpoint of a training on text$"),
     ],
 )

@@ -217,7 +217,12 @@ def test_a_test_without_the_training_table(run, read, pairs, tmp_path):
     lines = (pairs / "test.tsv").read_text().replace("red", "pink")
     (tmp_path / "test.tsv").write_text(lines)
     done = read("test", root=tmp_path, out=tmp_path / "out", ckpt=last(run))
-    assert len(done.errors) == 1 and "'pink'" in done.errors[0] and "was trained on" in done.errors[0]
+    line = f"{tmp_path}/test.tsv, line 4: the label 'pink', expected one of those in training: blue, green, red"
+    assert done.errors == [f"error: {line}"]
+    (tmp_path / "test.tsv").write_text("".join(line for line in lines.splitlines(True) if "pink" not in line))
+    read("test", root=tmp_path, out=tmp_path / "out", ckpt=last(run)).well()  # of two of the three classes
+    done = read("test", root=tmp_path, out=tmp_path / "out")
+    assert done.errors == ["error: --ckpt_path: got none, expected the checkpoint of a training"]
 
 
 @pytest.mark.slow
@@ -265,7 +270,8 @@ def test_weights_and_tokenizer_of_a_language_model(read, pairs, tmp_path, causal
             torch.testing.assert_close(saved["state_dict"][f"net.{name}"], value)
     small = read("fit", **{**words, "net": {"vocab_size": 256}, "out": tmp_path / "none"})
     assert small.errors[0].startswith("error: model.net.vocab_size: 256, expected 270 or more")
-    of_bytes = read("test", **{**words, "data": {}}, ckpt=last(tmp_path / "out"))
+    read("test", **{**words, "data": {}}, ckpt=last(tmp_path / "out")).well()  # with the checkpoint's tokenizer
+    of_bytes = read("fit", **{**words, "data": {}}, ckpt=last(tmp_path / "out"))
     assert "has a tokenizer of 256 tokens" in of_bytes.errors[0] and "was trained on" in of_bytes.errors[0]
 
 
@@ -329,7 +335,7 @@ def test_a_config_of_glue(config, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["task.py"])
     cli = TaskCLI(TextClsTask, SentenceData, run=False, args=["--config", str(tmp_path / "c.yaml")])
     data, net = cli.datamodule, values["model"]["net"]["init_args"]
-    if not (data.root / data.files["train"]).is_file():
+    if not (data.root / data.train).is_file():
         return
     data.trainer = cli.trainer
     cli.trainer.strategy.connect(cli.model)
