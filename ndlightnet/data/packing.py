@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler, default_collate
+from torch.utils.data import default_collate
+from torch.utils.data.distributed import DistributedSampler
 
 from ndlightnet.data.sampling import replica
 from ndlightnet.layout import pack, per_axis
@@ -56,8 +57,10 @@ class PadCollate:
         return (batch, mask, *default_collate([tuple(item[1:]) for item in items]))
 
 
-class TokenBudgetSampler(Sampler[list[int]]):
-    """Sampler of batches of at most `budget` tokens, for `DataLoader(batch_sampler=...)`.
+class TokenBudgetSampler(DistributedSampler[list[int]]):
+    """Sampler of batches of at most `budget` tokens, for `DataLoader(batch_sampler=...)`. Lightning replaces that in a
+    training of several processes, but no `sampler`, of a dataset whose items are lists: `DataLoader(sampler=...,
+    batch_size=None)`.
 
     Every sample comes once per epoch. The number of batches is the same in every epoch and on every replica, as
     trainers count batches only once; their numbers of tokens differ by little.
@@ -81,8 +84,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
         if self.lengths[longest] > budget:
             raise ValueError(f"lengths[{longest}]={self.lengths[longest]}: expected at most budget={budget}")
-        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
-        self.rank, self.num_replicas = replica()
+        rank, replicas = replica()
+        super().__init__(self.lengths, replicas, rank, shuffle, seed)  # type: ignore[arg-type]
         # groups of lengths with the same number of bits: the longest are dealt out first, which
         # leaves little of the budget unused, and within a group the order is random
         groups: dict[int, list[int]] = {}
@@ -104,9 +107,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
             before, room = tokens - longest, self.budget - longest
             most = max(most, min(count, -(-before // room)) if room else count)
         return most
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
     @property
     def sampler(self) -> TokenBudgetSampler:

@@ -199,10 +199,10 @@ def generate_text(
     prompts = [row or [tokenizer.end] for row in tokenizer.encode([prompt] if isinstance(prompt, str) else prompt)]
     drawn = generate(network, prompts, length, **options)
 
-    def text(row: Iterator[int]) -> Iterator[str]:
+    def text(row: Iterator[int], before: Sequence[int]) -> Iterator[str]:
         row = takewhile(lambda token: token != tokenizer.end, row)
-        pieces = tokenizer.decode_stream(token for token in row if token < tokenizer.vocab_size)
+        pieces = tokenizer.decode_stream((token for token in row if token < tokenizer.vocab_size), before)
         return _ended(chain.from_iterable(pieces), ends)
 
-    texts = [text(row) for row in _rows(drawn, len(prompts))]
+    texts = list(map(text, _rows(drawn, len(prompts)), prompts))
     return texts[0] if isinstance(prompt, str) else map(list, zip_longest(*texts, fillvalue=""))

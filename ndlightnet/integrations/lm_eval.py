@@ -32,9 +32,9 @@ class NDLightNetLM(TemplateLM):  # type: ignore[misc]
     """A causal language model of ndlightnet.
 
     Args:
-        pretrained: a checkpoint, the folder of a run (its best or else last checkpoint), or a made NDLightNet.
-        tokenizer: of a made network; that of a checkpoint is in it.
-        device: of torch; default: a GPU if there is one, and where a made network is.
+        pretrained: a checkpoint, the folder of a run (its best or else last checkpoint), or an NDLightNet.
+        tokenizer: of an NDLightNet; a checkpoint has its own.
+        device: of torch; default: a GPU if there is one; of an NDLightNet where it is.
         budget: tokens that are packed end to end and read at once.
         max_gen_toks: tokens to generate at most, where a task does not say.
         batch_size, max_batch_size: as the harness passes them; not used, as packs are of `budget` tokens.

@@ -34,9 +34,8 @@ from ndlightnet.models import NDLightNet
 from ndlightnet.models.stream import StreamState
 from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.mixers.names import described
-from ndlightnet.ops.linear_cross_entropy import linear_cross_entropy
+from ndlightnet.ops.linear_cross_entropy import IGNORED, linear_cross_entropy
 
-IGNORED = -100  # a label that does not count
 DEFAULTS = {name: p.default for name, p in signature(NDLightNet).parameters.items()} | {"dims": 1}
 
 

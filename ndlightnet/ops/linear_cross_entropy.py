@@ -16,9 +16,7 @@ IGNORED = -100  # a target that does not count, as in torch
 MOST, LEAST = 2**24, 1024  # logits of a chunk; fewer tokens would not fill a card
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = IGNORED
-) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the mean cross-entropy of logits = x @ weight.T + bias, a float32 (float64 of float64) scalar.
 
     Equal to `cross_entropy(linear(x, weight, bias).float(), target)`, but chunk by chunk of tokens, whose gradients
@@ -27,7 +25,7 @@ def linear_cross_entropy(
     Args:
         x: (..., dim), which autocast casts as it does those of a linear layer.
         weight, bias: (classes, dim), (classes,).
-        target: (...) int64; where it is `ignore_index`, a token does not count. If none counts, the mean is NaN.
+        target: (...) int64; where it is IGNORED, -100, a token does not count. If none counts, the mean is NaN.
     """
     if target.shape != x.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(f"target {tuple(target.shape)} {target.dtype}: expected {tuple(x.shape[:-1])} torch.int64")
@@ -36,7 +34,7 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():  # no gradients are computed
         x, weight, bias = (y if y is None else y.detach() for y in (x, weight, bias))  # type: ignore[assignment]
     rows = x[None].flatten(0, -2)
-    out: Tensor = _LinearCrossEntropy.apply(rows, weight, target.flatten(), bias, ignore_index)  # type: ignore
+    out: Tensor = _LinearCrossEntropy.apply(rows, weight, target.flatten(), bias)  # type: ignore
     return out
 
 
@@ -67,9 +65,9 @@ _kernel = Operator(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
-        need_x, need_weight, _, need_bias, _ = ctx.needs_input_grad
+        need_x, need_weight, _, need_bias = ctx.needs_input_grad
         dx = torch.empty_like(x) if need_x else None
         dweight = torch.zeros_like(weight, dtype=exact) if need_weight else None
         dbias = torch.zeros_like(bias, dtype=exact) if need_bias else None  # type: ignore[arg-type]
@@ -79,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = 2.0 ** -(size.bit_length() // 2) if x.dtype == torch.float16 else 1.0
         for start in range(0, len(x), size):
             rows, labels = x[start : start + size], target[start : start + size, None]
-            counts = labels != ignore_index
+            counts = labels != IGNORED
             labels = labels.masked_fill(~counts, 0)
             needed = need_x or need_weight or need_bias
             losses, slope = cross_entropy(linear(rows, weight, bias), labels[:, 0], needed)
@@ -93,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dweight is not None:
                 rows = (rows if scale == 1 else rows * scale).masked_fill(~counts, 0)
                 dweight.add_(slope.mT @ rows, alpha=1 / scale)
-        count = (target != ignore_index).sum()
+        count = (target != IGNORED).sum()
         ctx.save_for_backward(dx, dweight, dbias, count)
         ctx.dtype = x.dtype
         return total / count
@@ -105,4 +103,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx, dweight, dbias, count = ctx.saved_tensors
         scale = dout / count
         dx, dweight, dbias = (y if y is None else (y * scale).to(ctx.dtype) for y in (dx, dweight, dbias))
-        return dx, dweight, None, dbias, None
+        return dx, dweight, None, dbias

@@ -41,6 +41,8 @@ YAML = {
     # winogrande's form: the answers are contexts, and the text is the number of the right one
     "schema": "output_type: multiple_choice\ndoc_to_text: gold\ndoc_to_choice: context_options\n"
     "doc_to_target: '{{continuation}}'" + CHOICE_METRICS,
+    "pairs": "output_type: multiple_choice\ndoc_to_text: ''\ndoc_to_target: 0\n"
+    "doc_to_choice: '{{[sentence_good, sentence_bad]}}'" + CHOICE_METRICS,  # BLiMP's form
     "continued": "output_type: loglikelihood\ndoc_to_text: '{{context}}'\ndoc_to_target: ' {{continuation}}'\n"
     "target_delimiter: ''\nmetric_list:\n  - {metric: perplexity, aggregation: perplexity, higher_is_better: false}\n"
     "  - {metric: acc, aggregation: mean, higher_is_better: true}\n",
@@ -51,13 +53,15 @@ VERBS = ["sat on", "saw", "wrote about", "is"]
 
 def documents():
     """Texts of 24 subjects and verbs: contexts that end in a space or a line, answers of several lengths."""
-    lines = {"choices": [], "schema": [], "continued": []}
+    lines = {"choices": [], "schema": [], "pairs": [], "continued": []}
     for n, (subject, verb) in enumerate((a, b) for a in SUBJECTS for b in VERBS):
         answers = [f"{x}{'!' * (n % 3)}" for x in SUBJECTS[n % 3 : n % 3 + 2 + n % 4]]
         query = f"Question: who {verb} {subject}?" + ("", " ", "\n")[n % 3]
         lines["choices"].append({"query": query, "choices": answers, "gold": n % len(answers)})
         options = [f"{x} {verb} it because {x}" for x in SUBJECTS[:2]]
         lines["schema"].append({"context_options": options, "continuation": f"{verb} {subject}.", "gold": n % 2})
+        pair = {"sentence_good": f"{subject} {verb} it", "sentence_bad": f"{verb} {subject} it"}
+        lines["pairs"].append({**pair, "linguistics_term": "order"})
         lines["continued"].append({"context": f"{subject} {verb}{' ' * (n % 2)}", "continuation": SUBJECTS[n % 5]})
     return lines
 
@@ -99,6 +103,7 @@ def test_the_harness_and_evaluate_agree_to_the_digit(model, run, tmp_path, monke
         (tasks / f"{name}.yaml").write_text(common + YAML[name], "utf-8")
     assert evaluate([str(run), *files, "--out", str(tmp_path / "out.json"), "--device=cpu"]) == 0
     ours = json.loads((tmp_path / "out.json").read_text())["results"]
+    ours["pairs"] = ours["BLiMP"]
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     options = {"tasks": [f"local_{name}" for name in YAML], "task_manager": manager, "bootstrap_iters": 0}
     options |= {"model": "ndlightnet", "device": "cpu", "batch_size": 8}

@@ -122,7 +122,11 @@ def one_step(cli: training.TaskCLI, batch: object = None) -> None:
     """The loss is finite, every parameter gets a gradient, and those with one move."""
     task = cli.model.train()
     task._trainer = SimpleNamespace(
-        estimated_stepping_batches=20, num_training_batches=5, accumulate_grad_batches=1, datamodule=cli.datamodule
+        estimated_stepping_batches=20,
+        num_training_batches=5,
+        accumulate_grad_batches=1,
+        datamodule=cli.datamodule,
+        strategy=SimpleNamespace(broadcast=lambda value: value),
     )
     task.log = lambda *_, **__: None
     if isinstance(task, training.GenerationTask):
@@ -177,7 +181,7 @@ def tokens_of(data: training.TextData, config: str) -> int | None:
     """The size of the vocabulary of a config's data, which it names or with which its comment makes them; None if it
     is not here."""
     made = re.search(r"tokenize .*--(tokenizer|train) (\S+)", config)
-    source = data.source_of_tokenizer or (made[2] if made else "bytes")
+    source = data.tokenizer_source or (made[2] if made else "bytes")
     if source.isdigit():
         return int(source)
     here = source == "bytes" or find_root(source).exists()

@@ -25,20 +25,20 @@ STATES = ("old", "new", "red", "lost", "big", "gone")
 def make_sentences(folder: Path, train: int = 6000, test: int = 1000, seed: int = 0) -> Path:
     """Write train.tsv and test.tsv, columns sentence and label, half of each class up to a remainder, no sentence
     twice; return `folder`. The same arguments give the same sentences, and a set that exists is left as it is.
-    DataError if the folder holds anything else; ValueError for no sentence."""
+    DataError if the folder holds anything else; ValueError for fewer than one of either."""
     if min(train, test) < 1:
         raise ValueError(f"train={train}, test={test}: expected 1 or more")
 
     def draw(draft: Path) -> None:
-        rng, known = np.random.default_rng(seed), set[str]()
+        rng, seen = np.random.default_rng(seed), set[str]()
         for name, count in (("train", train), ("test", test)):
             with open(draft / f"{name}.tsv", "w", encoding="utf-8", newline="") as file:
                 writer = csv.writer(file, delimiter="\t", lineterminator="\n")
                 writer.writerow(("sentence", "label"))
                 for number in rng.permutation(count).tolist():
-                    while (sentence := draw_sentence(rng, number % 2 == 0)) in known:
+                    while (sentence := draw_sentence(rng, number % 2 == 0)) in seen:
                         pass
-                    known.add(sentence)
+                    seen.add(sentence)
                     writer.writerow((sentence, CLASSES[number % 2]))
 
     record = {"version": VERSION, "train": train, "test": test, "seed": seed}

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ndlightnet.data.errors import DataError
-from ndlightnet.data.text.text_files import OPENERS, read_bytes
+from ndlightnet.data.errors import DataError, check_unique
+from ndlightnet.data.text.text_files import ending, read_bytes
 
 Cells = Iterator[tuple[int, list[str]]]  # of each row its line, and fields
 
@@ -35,8 +35,8 @@ def read_table(path: Path, texts: Sequence[str], label: str | None, header: bool
     Raises DataError, with the line, for another ending, a missing column, a line of more or fewer fields, no UTF-8, and
     a file that is missing, damaged or has no rows.
     """
-    ending = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
-    if ending not in (".tsv", ".csv", ".jsonl"):
+    kind = ending(path)
+    if kind not in (".tsv", ".csv", ".jsonl"):
         raise DataError(f"{path}: expected a table, .tsv, .csv or .jsonl, plain, .gz or .xz")
     content = read_bytes(path).numpy().tobytes()
     try:
@@ -45,10 +45,10 @@ def read_table(path: Path, texts: Sequence[str], label: str | None, header: bool
         line = content[: error.start].count(b"\n") + 1
         raise DataError(f"{path}, line {line}: is not UTF-8, byte {content[error.start]:#04x}") from error
     columns = [*texts, *([] if label is None else [label])]
-    if ending == ".jsonl":
+    if kind == ".jsonl":
         cells = _objects(path, text, columns)
     else:
-        lines = _quoted(path, text) if ending == ".csv" else _plain(text)
+        lines = _quoted(path, text) if kind == ".csv" else _plain(text)
         cells = _columns(path, lines, columns, header)
     rows = [Row(tuple(row[: len(texts)]), "".join(row[len(texts) :]), line) for line, row in cells]
     if not rows:
@@ -89,6 +89,8 @@ def _columns(path: Path, lines: Cells, columns: Sequence[str], header: bool) -> 
     """Yield the line and the fields of `columns` of each row."""
     for row, (line, fields) in enumerate(lines):
         if not row:
+            if header:
+                check_unique(f"{path}, line {line}", fields)
             names = {str(number): number for number in range(len(fields))}
             names |= {name: number for number, name in enumerate(fields)} if header else {}
             for column in columns:
@@ -108,6 +110,7 @@ def _objects(path: Path, text: str, columns: Sequence[str]) -> Cells:
             continue
         try:
             fields: Any = json.loads(line)
+            json.dumps(fields, ensure_ascii=False).encode()  # raises for a lone surrogate
         except ValueError as error:
             raise DataError(f"{path}, line {number}: is not JSON ({error})") from error
         values = [fields.get(column) if isinstance(fields, dict) else None for column in columns]

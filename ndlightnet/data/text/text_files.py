@@ -45,20 +45,22 @@ def read_bytes(path: str | Path) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
-def is_jsonl(path: Path) -> bool:
-    return path.with_suffix("" if path.suffix in OPENERS else path.suffix).suffix == ".jsonl"
+def ending(path: Path) -> str:
+    """Return the ending of a file's name, without that of its packing."""
+    return Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
 
 
 def read_pieces(path: Path) -> Iterator[Piece]:
-    """Yield the documents of a file in pieces of about PIECE characters: each "text" of a .jsonl, each row of a folder
-    of Hugging Face `datasets` (`save_to_disk`), or the file, unpacked if its name ends in .gz or .xz.
+    """Yield the documents of a file: each "text" of a .jsonl, each row of a folder of Hugging Face `datasets`
+    (`save_to_disk`), or the file, unpacked if its name ends in .gz or .xz, in pieces of whole lines, of PIECE
+    characters or more.
 
     Raises DataError for what is missing, damaged, empty or no UTF-8, with the line for one that is no such JSON.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     empty = True
-    for piece in _rows(path) if path.is_dir() else _lines(path) if is_jsonl(path) else _cut(path):
+    for piece in _rows(path) if path.is_dir() else _lines(path) if ending(path) == ".jsonl" else _cut(path):
         empty = False
         yield piece
     if empty:
@@ -70,7 +72,7 @@ def open_text(path: Path) -> Iterator[tuple[TextIO, Callable[[], float]]]:
     """Open a file, and yield it with a function that tells which fraction of it has been read."""
     size = path.stat().st_size
     with path.open("rb") as raw, OPENERS.get(path.suffix, lambda file, _: file)(raw, "rb") as file:
-        yield io.TextIOWrapper(file, "utf-8", newline="\n"), lambda: raw.tell() / size
+        yield io.TextIOWrapper(file, "utf-8-sig", newline="\n"), lambda: raw.tell() / size
 
 
 def _cut(path: Path) -> Iterator[Piece]:
@@ -115,5 +117,5 @@ def _text_of(row: Any) -> str:
     text = row["text"]
     if not isinstance(text, str):
         raise TypeError(f"text={text!r}: expected a text")
-    text.encode()  # half a pair of surrogates is no character
+    text.encode()  # raises for a lone surrogate
     return text

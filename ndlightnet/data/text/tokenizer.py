@@ -54,8 +54,8 @@ class Tokenizer(ABC):
         """Return the text of tokens; bytes that are no UTF-8 become U+FFFD."""
 
     @abstractmethod
-    def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text of tokens as they come, in whole characters."""
+    def decode_stream(self, tokens: Iterable[int], prompt: Sequence[int] = ()) -> Iterator[str]:
+        """Yield the text of tokens after those of a prompt as they come, in whole characters."""
 
     def save(self, path: Path) -> None:
         """Write a file for `load_tokenizer`. Raises DataError when it cannot be written."""
@@ -74,7 +74,7 @@ class ByteTokenizer(Tokenizer):
     def decode(self, tokens: Iterable[int]) -> str:
         return bytes(tokens).decode(errors="replace")
 
-    def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
+    def decode_stream(self, tokens: Iterable[int], prompt: Sequence[int] = ()) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in tokens:
             if text := decoder.decode(bytes([token])):
@@ -111,10 +111,10 @@ class SubwordTokenizer(Tokenizer):
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 
-    def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
+    def decode_stream(self, tokens: Iterable[int], prompt: Sequence[int] = ()) -> Iterator[str]:
         from tokenizers.decoders import DecodeStream
 
-        stream, rest = DecodeStream(skip_special_tokens=False), list[int]()
+        stream, rest = DecodeStream([*prompt], skip_special_tokens=False), list[int]()
         for token in tokens:
             rest.append(token)
             if text := stream.step(self.tokenizer, token):
@@ -173,7 +173,7 @@ def _read(file: Path, merges: Path | None = None) -> str:
             raise ValueError("a checkpoint without one")
         return str(checkpoint["tokenizer"])
     if merges is None and file.suffix != ".txt":
-        return file.read_text("utf-8", errors="replace")
+        return file.read_text("utf-8")
     from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
     from tokenizers.models import WordPiece
 

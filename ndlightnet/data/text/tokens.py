@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import DataError, atomic_write, readable
-from ndlightnet.data.text.text_files import Piece, is_jsonl, read_bytes, read_pieces
+from ndlightnet.data.text.text_files import Piece, ending, read_bytes, read_pieces
 from ndlightnet.data.text.tokenizer import FILE, ByteTokenizer, Tokenizer, load_tokenizer
 
 INDEX = "tokens.json"
@@ -31,6 +31,15 @@ class Tokens:
         self.arrays = list(arrays)
         self.offsets = [0, *accumulate(map(len, self.arrays))]
         self.start, self.stop = start, self.offsets[-1] if stop is None else stop
+
+    def __getstate__(self) -> dict[str, Any]:
+        # worker processes that are not forked map the files again, and get no copy
+        arrays = [array.filename if isinstance(array, np.memmap) else array for array in self.arrays]
+        return vars(self) | {"arrays": arrays}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.arrays = [x if isinstance(x, np.ndarray) else np.load(x, mmap_mode="r") for x in self.arrays]
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -111,14 +120,13 @@ def read_tokens(path: Path, tokenizer: Tokenizer) -> Tokens:
     another tokenizer."""
     if is_token_folder(path):
         index = read_index(path)
-        # not the hash in the index: the library may since write the same tokenizer differently
-        if load_tokenizer(path).digest != tokenizer.digest:
+        if index["tokenizer"] != tokenizer.digest:
             raise DataError(f"{path}: has the tokens of another tokenizer, expected those of {tokenizer.digest}")
         if not index["done"]:
             raise DataError(f"{path}: is not complete, expected the command `tokenize` to be run to its end")
         with readable(path):
             return Tokens([np.load(path / shard["file"], mmap_mode="r") for shard in index["shards"]])
-    if isinstance(tokenizer, ByteTokenizer) and path.is_file() and not is_jsonl(path):
+    if isinstance(tokenizer, ByteTokenizer) and path.is_file() and ending(path) != ".jsonl":
         return Tokens([read_bytes(path).numpy()])
     return Tokens([tokens for tokens, _ in tokenize(path, tokenizer)])
 
@@ -127,10 +135,12 @@ def read_index(path: Path) -> dict[str, Any]:
     """Return the description of a folder of token files. DataError if it is none."""
     try:
         index: dict[str, Any] = json.loads((path / INDEX).read_text("utf-8"))
-        index["tokenizer"], index["done"], [(shard["file"], shard["tokens"]) for shard in index["shards"]]
+        [index[key] for key in ("tokenizer", "files", "batches", "done")]
+        [(shard["file"], shard["tokens"]) for shard in index["shards"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path / INDEX}: not what `tokenize` writes") from error
-    return index
+    # another version of the library may write the same tokenizer differently, and so give another hash
+    return index | {"tokenizer": load_tokenizer(path).digest}
 
 
 class TokenWriter:
@@ -148,7 +158,7 @@ class TokenWriter:
         if is_token_folder(folder):
             index = read_index(folder)
             for key in ("tokenizer", "files"):
-                if index.get(key) != self.index[key]:
+                if index[key] != self.index[key]:
                     raise DataError(
                         f"{folder}: has {key} {index.get(key)}, expected {self.index[key]}, or a new folder"
                     )
@@ -233,20 +243,16 @@ class Windows(Dataset[tuple[Tensor, int]]):
 
 
 class Documents(Dataset[Tensor]):
-    """The documents of a text, cut into pieces, see Tokens.documents: item i is (tokens,) int64, from 2 tokens on."""
+    """The documents of a text, cut into pieces, see Tokens.documents: item i is (tokens,) int64, from 2 tokens on.
+    lengths: tokens of each, (items,)."""
 
     def __init__(self, text: Tokens, end: int, length: int, overlap: int) -> None:
         spans = text.documents(end, length, overlap)
         self.text, self.spans = text, spans[spans[:, 1] - spans[:, 0] > 1]
+        self.lengths = self.spans[:, 1] - self.spans[:, 0]
 
     def __len__(self) -> int:
         return len(self.spans)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each item."""
-        lengths: list[int] = (self.spans[:, 1] - self.spans[:, 0]).tolist()
-        return lengths
 
     def __getitem__(self, index: int) -> Tensor:
         start, stop = self.spans[index].tolist()

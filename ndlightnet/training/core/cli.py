@@ -126,7 +126,7 @@ class TaskCLI(LightningCLI):
             entries += RESUMED if subcommand == "fit" else ()
             check_checkpoint(kwargs["ckpt_path"], self.model, self.datamodule, entries)
             if subcommand == "fit":
-                self._note_finished(kwargs["ckpt_path"])
+                self._check_resumption(kwargs["ckpt_path"])
         elif subcommand in ("validate", "test"):
             self.model.notes.append(f"--ckpt_path: {subcommand} got none and measures the network as it was built")
         if subcommand == "test":
@@ -138,11 +138,11 @@ class TaskCLI(LightningCLI):
         if not sum(self.trainer.num_val_batches):
             raise DataError(f"{self.datamodule.root}: validate: there is nothing to validate with")
 
-    def _note_finished(self, path: str) -> None:
+    def _check_resumption(self, path: str) -> None:
         """Print a note if a training that is resumed has no epoch left. DataError if the strategy cannot resume it."""
         saved = torch.load(path, map_location="meta", weights_only=True)
-        numbers = [number for group in saved["optimizer_states"][0]["param_groups"] for number in group["params"]]
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            numbers = [number for group in saved["optimizer_states"][0]["param_groups"] for number in group["params"]]
             # Lightning takes the numbers as those of the order in the network, which only this strategy writes
             expected = "one of a training with ModelParallelStrategy, or its weights by --model.init"
             check("--ckpt_path", path, numbers != sorted(numbers), expected)

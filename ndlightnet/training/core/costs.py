@@ -127,8 +127,7 @@ class CostMonitor(L.Callback):
             seconds, peak = self.meter.read()
             self.seconds.append(seconds / (batch_idx + 1))
             self.peak = max(self.peak, peak)
-        # of a batch (..., numbers), or of a tensor
-        self.samples += len(batch[-1] if isinstance(batch, list | tuple) else batch)
+        self.samples += len(batch[0] if isinstance(batch, list | tuple) else batch)
         if trainer.is_last_batch and self.each is None and pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
         processes = trainer.world_size / getattr(pl_module, "grid_devices", 1)

@@ -112,9 +112,14 @@ def adamw(task: Any, net: nn.Module) -> dict[str, Any]:
     end = 0.01 if task.min_lr is None else task.min_lr / task.lr
     factor = partial(schedule_factor, total=total, schedule=task.schedule, warmup=warmup, end=end)
 
-    def rate_by_clock(_: int) -> float:
-        used = task.trainer.strategy.broadcast(timer.time_elapsed() / (60 * task.minutes))  # of the first process
-        return factor(int(TICKS * used))
+    factors: dict[int, float] = {}
+
+    def rate_by_clock(step: int) -> float:
+        if step not in factors:  # the clock of the first process is read once for all groups
+            factors.clear()
+            used = task.trainer.strategy.broadcast(timer.time_elapsed() / (60 * task.minutes))
+            factors[step] = factor(int(TICKS * used))
+        return factors[step]
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor if timer is None else rate_by_clock)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -119,6 +119,7 @@ class Task(L.LightningModule):
         check("model.minutes", minutes, minutes is None or minutes > 0, "a number above 0")
         check("model.warmup_epochs", warmup_epochs, not (minutes and warmup_epochs), "null with model.minutes")
         check("model.min_lr", min_lr, 0 <= (min_lr or 0) <= lr, f"0 to model.lr={lr:g}")
+        check("model.min_lr", min_lr, min_lr is None or schedule != "inverse_sqrt", f"null with {schedule}")
         check("model.betas", betas, all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1")
         decays = layer_decay is None or 0 < layer_decay <= 1
         check("model.layer_decay", layer_decay, decays, "a fraction above 0, at most 1")

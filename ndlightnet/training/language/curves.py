@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.training.core.options import WordsParser
 from ndlightnet.training.report.figures import COLORS, GREY, panels_of, plain_axes, save_figure
 from ndlightnet.training.report.results import write_csv
 
@@ -72,17 +72,14 @@ def short(n: int) -> str:
 
 def curves(arguments: Sequence[str]) -> int:
     """Draw one picture of several runs. Returns the exit status."""
-    parser = argparse.ArgumentParser("text_lm.py curves", description="One picture of all runs.")
+    parser = WordsParser("text_lm.py curves", description="One picture of all runs.")
     parser.add_argument("runs", nargs="+", type=Path, help="folders with a metrics.json of `test`")
     parser.add_argument("--out", type=Path, default=Path("runs/curves.png"))
     options = parser.parse_args(arguments)
     names = [run.name for run in options.runs]
     if len(set(names)) < len(names):
         names = list(map(str, options.runs))
-    try:
-        draw(dict(zip(names, map(read_metrics, options.runs), strict=True)), options.out)
-    except DataError as error:
-        parser.exit(1, f"error: {error}\n")
+    draw(dict(zip(names, map(read_metrics, options.runs), strict=True)), options.out)
     print(options.out)
     return 0
 

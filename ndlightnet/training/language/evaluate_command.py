@@ -18,10 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError, atomic_write, one_line, readable
 from ndlightnet.data.folders import files_below, find_root
-from ndlightnet.data.text.text_files import is_jsonl, open_text
+from ndlightnet.data.text.text_files import ending, open_text
 from ndlightnet.data.text.tokenizer import Tokenizer
 from ndlightnet.inference.likelihood import encode_pair, in_bfloat16, log_likelihoods
-from ndlightnet.training.core.options import WordsParser
+from ndlightnet.training.core.options import WordsParser, check
 from ndlightnet.training.language.generate_command import open_model
 
 # the kinds of tasks by the keys that all lines of a file have
@@ -35,9 +35,11 @@ COLUMNS = ("n", "accuracy", "stderr", "chance", "acc_norm", "perplexity")
 
 
 class Example(NamedTuple):
-    """A question: (context, continuation) of each answer, the number of the right one (None: a continuation is to be
-    the most likely one), the answers' lengths in characters if they count, and a name beside that of the task."""
+    """A question: its kind, the first of its keys, (context, continuation) of each answer, the number of the right one
+    (None: a continuation is to be the most likely one), the answers' lengths in characters if they count, and a name
+    beside that of the task."""
 
+    kind: str
     pairs: list[tuple[str, str]]
     gold: int | None
     characters: list[int] | None = None
@@ -96,6 +98,8 @@ def read_tasks(paths: Sequence[str | Path], limit: int | None = None) -> dict[st
                 examples = [_example(line, f"{place}, line {n}") for n, line in numbered if line.strip()]
             if not examples:
                 raise DataError(f"{place}: has no line, expected one or more")
+            if len(kinds := {example.kind for example in examples}) > 1:
+                raise DataError(f"{place}: has lines with {' and '.join(sorted(kinds))}, expected one kind of task")
             tasks[name] = examples
     return tasks
 
@@ -110,7 +114,7 @@ def _files(path: Path) -> Iterator[tuple[str, str, Iterator[str]]]:
                         yield f"{path}/{name}", Path(name).stem, lines
         return
     files = [Path(entry) for entry in files_below(path)] if path.is_dir() else [path]
-    files = [file for file in files if is_jsonl(file)]
+    files = [file for file in files if ending(file) == ".jsonl"]
     if not files or not path.exists():
         raise DataError(f"{path}: no such task, expected a file .jsonl[.gz|.xz], a zip of such files or a folder")
     for file in files:
@@ -121,31 +125,32 @@ def _files(path: Path) -> Iterator[tuple[str, str, Iterator[str]]]:
 def _example(line: str, place: str) -> Example:
     try:
         fields = json.loads(line)
+        json.dumps(fields, ensure_ascii=False).encode()  # raises for a lone surrogate
     except ValueError as error:
         raise DataError(f"{place}: not JSON ({one_line(error)})") from error
     keys = next((keys for keys in KINDS if isinstance(fields, dict) and {*keys} <= {*fields}), None)
     if keys is None:
         raise DataError(f"{place}: expected one of the sets of keys {'; '.join(map(', '.join, KINDS))}")
-    texts = [fields[key] for key in keys[:2]]
-    options = next((x for x in texts if isinstance(x, list)), []) if "gold" in keys else texts
-    text = next((x for x in texts if x is not options), "")
-    if len(options) < 2 or not all(isinstance(x, str) for x in (*options, text)) or not all(options):
+    kind, first, second = keys[0], fields[keys[0]], fields[keys[1]]
+    options, text = {"query": (second, first), "context_options": (first, second)}.get(kind, ([first, second], ""))
+    texts = isinstance(options, list) and len(options) > 1 and all(isinstance(x, str) for x in (*options, text))
+    if not texts or not all(options):
         raise DataError(f"{place}: expected texts, and two or more to choose from")
     gold = fields.get("gold", 0)
     if type(gold) is not int or not 0 <= gold < len(options):
         raise DataError(f"{place}: gold={gold!r}, expected 0 to {len(options) - 1}")
-    if keys[0] == "query":
-        return Example([(text, f" {choice}") for choice in options], gold, [*map(len, options)])
-    if keys[0] == "context_options":
-        return Example([(context, f" {text}") for context in options], gold)
-    if keys[0] == "context":
-        return Example([(options[0], f" {options[1]}")], None)
-    return Example([("", sentence) for sentence in options], 0, None, str(fields["linguistics_term"]))
+    if kind == "query":
+        return Example(kind, [(text, f" {choice}") for choice in options], gold, [*map(len, options)])
+    if kind == "context_options":
+        return Example(kind, [(context, f" {text}") for context in options], gold)
+    if kind == "context":
+        return Example(kind, [(first, f" {second}")], None)
+    return Example(kind, [("", f" {sentence}") for sentence in options], 0, None, str(fields["linguistics_term"]))
 
 
 def evaluate(arguments: list[str]) -> int:
     """Measure a language model zero-shot: multiple choice, continuations, pairs of sentences. Raises DataError."""
-    parser = WordsParser("ndlightnet text_lm evaluate", description="Zero-shot scores of a language model.")
+    parser = WordsParser("text_lm.py evaluate", description="Zero-shot scores of a language model.")
     add = parser.add_argument
     add("run", help="a checkpoint, or a run's folder")
     add("tasks", nargs="+", help="files .jsonl[.gz|.xz] of tasks, folders of them, or BLiMP's zip")
@@ -153,8 +158,7 @@ def evaluate(arguments: list[str]) -> int:
     add("--limit", type=int, help="take so many examples of each task only")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
     options = parser.parse_args(arguments)
-    if options.limit is not None and options.limit < 1:
-        raise DataError(f"--limit: {options.limit}, expected 1 or more")
+    check("--limit", options.limit, options.limit is None or options.limit > 0, "1 or more")
     tasks = read_tasks(options.tasks, options.limit)
     network, tokenizer = open_model(options.run, options.device)
     with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:

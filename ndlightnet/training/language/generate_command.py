@@ -37,7 +37,7 @@ def generate(arguments: list[str]) -> int:
 
     Raises DataError for a missing or wrong checkpoint and for options out of range.
     """
-    parser = WordsParser("ndlightnet text_lm generate", description="Continue texts, in constant memory.")
+    parser = WordsParser("text_lm.py generate", description="Continue texts, in constant memory.")
     add = parser.add_argument
     add("--ckpt_path", required=True, help="a checkpoint, or a run's folder")
     add("--prompt", nargs="+", default=["\n"], help="the text to continue, or several")

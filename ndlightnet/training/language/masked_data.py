@@ -19,12 +19,13 @@ from ndlightnet.training.core.options import check
 from ndlightnet.training.language.text_data import TextData
 
 MASKED, REPLACED = 0.8, 0.1  # of the hidden tokens; the rest stay as they are
+SEED = 0  # of the tokens that are hidden to validate and to test, whatever that of the training
 
 
-class HiddenTokens(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Texts (tokens,) with hidden tokens: item i is (tokens, places, labels): (tokens,) int64, and of each hidden token
-    its place and what it was, (hidden,) int64: `fraction` of a text's length. 80 % of them become the mask, 10 % any
-    token. It draws from torch's global generator, with a `seed` always the same for an item."""
+class HiddenTokens(Dataset[tuple[Tensor, Tensor, Tensor, int]]):
+    """Texts (tokens,) with hidden tokens: item i is (tokens, places, labels, i): (tokens,) int64, and of each hidden
+    token its place and what it was, (hidden,) int64: `fraction` of a text's length. 80 % of them become the mask, 10 %
+    any token. It draws from torch's global generator, with a `seed` always the same for an item."""
 
     def __init__(self, texts: Any, fraction: float, tokenizer: Tokenizer, seed: int | None = None) -> None:
         self.texts, self.fraction, self.tokenizer, self.seed = texts, fraction, tokenizer, seed
@@ -32,19 +33,13 @@ class HiddenTokens(Dataset[tuple[Tensor, Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.texts)
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each item, of texts that know them."""
-        lengths: list[int] = self.texts.lengths
-        return lengths
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor, int]:
         item = self.texts[index]
         tokens = item[0] if isinstance(item, tuple) else item
         if self.seed is None:
-            return self._hide(tokens)
+            return *self._hide(tokens), index
         with seeded_draws(mixed(self.seed, 4, index)):
-            return self._hide(tokens)
+            return *self._hide(tokens), index
 
     def _hide(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         count = max(1, round(self.fraction * len(tokens)))
@@ -57,14 +52,14 @@ class HiddenTokens(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
 
 def collate_hidden(
-    items: Sequence[tuple[Tensor, Tensor, Tensor]], join: Callable[..., Packed | Tensor] = torch.stack
+    items: Sequence[tuple[Tensor, Tensor, Tensor, int]], join: Callable[..., Packed | Tensor] = torch.stack
 ) -> tuple[Packed | Tensor, ...]:
     """Return texts that `join` makes a batch (batch, length) or a pack, the places of the hidden tokens among all
-    tokens of the batch, and their labels, (hidden,) int64 each."""
-    texts, places, labels = zip(*items, strict=True)
+    tokens of the batch, and their labels, (hidden,) int64 each, and the numbers of the texts, (batch,) int64."""
+    texts, places, labels, numbers = zip(*items, strict=True)
     starts = accumulate(map(len, texts[:-1]), initial=0)
     flat = torch.cat([place + start for place, start in zip(places, starts, strict=True)])
-    return join(texts), flat, torch.cat(labels)
+    return join(texts), flat, torch.cat(labels), torch.tensor(numbers)
 
 
 class MaskedTextData(TextData):
@@ -97,14 +92,14 @@ class MaskedTextData(TextData):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        tokenizer = self.known_tokenizer()
+        tokenizer = self.loaded_tokenizer()
         if tokenizer.mask is None:
             expected = f"one with a token {', '.join(MASKS)}, such as `tokenize --train` makes"
             raise DataError(f"data.tokenizer: has no token that hides another, expected {expected}")
         self.train_set = HiddenTokens(self.train_set, self.hidden, tokenizer)
-        self.val_set = HiddenTokens(self.val_set, self.hidden, tokenizer, self.seed)
+        self.val_set = HiddenTokens(self.val_set, self.hidden, tokenizer, SEED)
         windows = Windows(self.splits[2].part(0, self.tested), self.length, 0)
-        self.test_set = HiddenTokens(windows, self.hidden, tokenizer, self.seed)
+        self.test_set = HiddenTokens(windows, self.hidden, tokenizer, SEED)
 
     collate = staticmethod(collate_hidden)
 

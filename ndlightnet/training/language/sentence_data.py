@@ -94,18 +94,16 @@ class SentenceData(LabelledData, TokenizedData):
         self.train_set, self.val_set = self._sentences(train, rows), self._sentences(file, held)
 
     def _split(self, rows: list[Row], fraction: float) -> tuple[list[Row], list[Row]]:
-        """Return the rows without and with an evenly spaced `fraction`, of each class."""
-        places: dict[str, list[int]] = {}
-        for place, row in enumerate(rows):
-            places.setdefault("" if self.regression else row.label, []).append(place)
-        held = {each[number] for each in places.values() for number in held_out(fraction, len(each))}
+        """Return the rows without and with an evenly spaced `fraction`, of each class as much."""
+        order = sorted(range(len(rows)), key=lambda n: "" if self.regression else rows[n].label)
+        held = {order[place] for place in held_out(fraction, len(rows))}
         return [row for n, row in enumerate(rows) if n not in held], [rows[n] for n in sorted(held)]
 
     def _read(self, path: Path, labelled: bool = True) -> list[Row]:
         return read_table(path, self.columns, self.label if labelled else None, self.header)
 
     def _sentences(self, path: Path, rows: list[Row], labelled: bool = True) -> list[tuple[Tensor, float, int]]:
-        tokenizer = self.known_tokenizer()
+        tokenizer = self.loaded_tokenizer()
         texts = [tokenizer.encode([row.texts[number] for row in rows]) for number in range(len(self.columns))]
         pairs = list(zip(*texts, strict=True))
         if cut := sum(sum(map(len, pair)) + len(pair) > self.length for pair in pairs):
@@ -143,6 +141,7 @@ class MadeSentences(SentenceData):
 
     def __init__(self, root: str, samples: tuple[int, int] = (6000, 1000), **kwargs: Any) -> None:
         super().__init__(root, text="sentence", **kwargs)
+        check("data.samples", samples, min(samples) > 0, "1 or more of each")
         self.samples = samples
 
     def prepare_data(self) -> None:

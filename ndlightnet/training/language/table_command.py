@@ -26,7 +26,7 @@ Scores = dict[str, float]
 def table(arguments: list[str]) -> None:
     """Train and test on several configs, with several seeds, and write the table of the scores. A finished run is not
     run again. The weights after the last step are tested; no checkpoint is written. Raises DataError for a wrong config
-    and for a folder of runs with other options."""
+    and for a folder of runs with other options or by another content of a config."""
     parser = WordsParser("text_cls.py table", description="Other options are those of fit, for all runs.")
     parser.add_argument("configs", nargs="+", metavar="CONFIG", help="a run is named after its config")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
@@ -35,7 +35,8 @@ def table(arguments: list[str]) -> None:
     configs = {Path(config).stem: config for config in chosen.configs}
     check("table", chosen.configs, len(configs) == len(chosen.configs), "configs of different names")
     check_configs([f"--config={config}" for config in configs.values()])
-    _check_options(chosen.out, options)
+    setting = {"options": " ".join(options), **{name: Path(file).read_text("utf-8") for name, file in configs.items()}}
+    _check_setting(chosen.out, setting)
     # every task with one seed before the next seed: then it is known how long each takes
     runs = [(name, seed) for seed in chosen.seeds for name in configs]
     folders = {run: chosen.out / f"{run[0]}-{run[1]}" for run in runs}
@@ -47,16 +48,18 @@ def table(arguments: list[str]) -> None:
         values = ", ".join(f"{metric} {100 * value:.1f}" for metric, value in run.items())
         left = timedelta(seconds=round((time.monotonic() - begun) / number * (len(waiting) - number)))
         print(f"{number}/{len(waiting)} {name}, seed {seed}: {values}; about {left} left", file=sys.stderr, flush=True)
-        _write(chosen.out, options, configs, chosen.seeds, scores)
-    _write(chosen.out, options, configs, chosen.seeds, scores)
+        _write(chosen.out, setting, chosen.seeds, scores)
+    _write(chosen.out, setting, chosen.seeds, scores)
     print((chosen.out / "table.md").read_text("utf-8"), end="")
 
 
-def _check_options(out: Path, options: Sequence[str]) -> None:
-    """Raise DataError if `out` has runs with other options."""
+def _check_setting(out: Path, setting: dict[str, str]) -> None:
+    """Raise DataError if `out` has runs with other options, or of configs that have changed since."""
     path = out / "table.json"
-    before = json.loads(path.read_bytes()).get("options") if path.is_file() else options
-    check("--out", f"{out} has runs with {before}", before == options, f"{list(options)}, or another folder")
+    before = json.loads(path.read_bytes())["setting"] if path.is_file() else {}
+    changed = [name for name, text in setting.items() if before.get(name, text) != text]
+    was = f"{out} has runs of other {', '.join(changed)}"
+    check("--out", was, not changed, f"another folder, or the options {before.get('options')!r} and the same configs")
 
 
 def _scores_of(folder: Path) -> Scores | None:
@@ -83,13 +86,14 @@ def _run(folder: Path, options: list[str]) -> Scores:
     return _scores_of(folder) or {}
 
 
-def _write(out: Path, options: list[str], names: Any, seeds: list[int], scores: dict[tuple[str, int], Scores]) -> None:
-    """Write table.json and table.md. A task counts with the mean of its metrics, as in GLUE."""
+def _write(out: Path, setting: dict[str, str], seeds: list[int], scores: dict[tuple[str, int], Scores]) -> None:
+    """Write table.json and table.md. A task counts with the mean of its metrics, as in GLUE; the last line is the mean
+    over all tasks for each seed that has all."""
 
     def spread(values: Sequence[float]) -> str:
         return f"{100 * mean(values):.1f}" + (f" ± {100 * stdev(values):.1f}" if len(values) > 1 else "")
 
-    tasks: dict[str, Any] = {}
+    names, tasks = [*setting][1:], dict[str, Any]()
     lines = [f"| x 100, seeds {', '.join(map(str, seeds))} | metrics | score |", "|---|---|---|"]
     for name in names:
         rows = [scores[name, seed] for seed in seeds if (name, seed) in scores]
@@ -98,9 +102,10 @@ def _write(out: Path, options: list[str], names: Any, seeds: list[int], scores: 
         if rows:
             cells = ", ".join(f"{key} {spread(values)}" for key, values in metrics.items())
             lines.append(f"| {name} | {cells} | {spread(tasks[name]['score'])} |")
-    means = [mean(row) for row in zip(*(task["score"] for task in tasks.values()), strict=False)]
+    complete = [seed for seed in seeds if all((name, seed) in scores for name in names)]
+    means = [mean(mean(scores[name, seed].values()) for name in names) for seed in complete]
     if means:
         lines.append(f"| mean | | {spread(means)} |")
-    write_json(out / "table.json", {"options": options, "seeds": seeds, "tasks": tasks, "mean": means})
+    write_json(out / "table.json", {"setting": setting, "seeds": seeds, "tasks": tasks, "mean": means})
     with atomic_write(out / "table.md") as draft:
         draft.write_text("\n".join(lines) + "\n", "utf-8")

@@ -19,6 +19,7 @@ from ndlightnet.data.text.tokenizer import BYTES, load_tokenizer
 from ndlightnet.data.text.tokens import Documents, RandomWindows, Tokens, Windows, is_token_folder, read_tokens
 from ndlightnet.layout import pack
 from ndlightnet.training.core.data_module import TimedLoader
+from ndlightnet.training.core.options import check
 from ndlightnet.training.language.tokenized import TokenizedData
 from ndlightnet.training.report.results import log_rank_zero
 
@@ -65,19 +66,17 @@ class TextData(TokenizedData):
         documents: bool = False,
     ) -> None:
         super().__init__(root, batch_size, workers, input)
+        for name, value in (("length", length), ("windows", windows), ("lengths", min(lengths, default=1))):
+            check(f"data.{name}", value, value > 0, "1 or more")
         self.fractions, self.length, self.windows, self.documents = fractions, length, windows, documents
         self.lengths, self.test_tokens = sorted({length, *lengths}), test_tokens
-        self.source_of_tokenizer, self.files = tokenizer, (val, test)
+        self.tokenizer_source, self.files = tokenizer, (val, test)
         self.splits: tuple[Tokens, ...] = ()
 
     def setup(self, stage: str) -> None:
         if stage == "predict":
             return  # the training text need not exist
         super().setup(stage)
-        if min(self.length, self.windows, *self.lengths) < 1:
-            raise DataError(
-                f"length={self.length}, windows={self.windows}, lengths={self.lengths}: expected 1 or more of all"
-            )
         self.splits = self.splits or self._read()
         train, val, test = self.splits
         for text, use in ((train, "train"), (val, "validate")):
@@ -87,7 +86,8 @@ class TextData(TokenizedData):
                 )
         self._choose_lengths(min(self.test_tokens, len(test) - 1))
         if self.documents:
-            self.train_set = Documents(train, self.known_tokenizer().end, self.length, self.margin)
+            self.train_set = Documents(train, self.loaded_tokenizer().end, self.length, self.margin)
+            self.train_lengths = self.train_set.lengths
         else:
             self.train_set = RandomWindows(train, self.length, self.windows, self.margin)
         self.val_set = Windows(val, self.length, self.margin)
@@ -95,8 +95,8 @@ class TextData(TokenizedData):
     def _read(self) -> tuple[Tokens, ...]:
         """Read the texts to train, to validate and to test on."""
         if self.tokenizer is None:
-            written = self.source_of_tokenizer is None and is_token_folder(self.root)
-            self.tokenizer = load_tokenizer(self.root if written else self.source_of_tokenizer or BYTES)
+            written = self.tokenizer_source is None and is_token_folder(self.root)
+            self.tokenizer = load_tokenizer(self.root if written else self.tokenizer_source or BYTES)
         text = read_tokens(self.root, self.tokenizer)
         texts = [None if file is None else read_tokens(find_root(file), self.tokenizer) for file in self.files]
         train, *shares = self.fractions
@@ -137,8 +137,9 @@ class TextData(TokenizedData):
     def train_dataloader(self) -> Any:
         if not self.documents:
             return super().train_dataloader()
-        budget = self.batch_size * (self.length + self.margin)
-        return packed_loader(self.train_set, budget, self.seed, self.workers, self.pack_documents)
+        batches = _Draws(self.train_lengths, self.batch_size * (self.length + self.margin), seed=self.seed)
+        options = self._options() | {"batch_size": None, "collate_fn": self.pack_documents}
+        return TimedLoader(_Packs(self.train_set, self.seed), sampler=batches, **options)
 
     def test_dataloader(self) -> Any:
         """Return a loader per length; a batch has at most the tokens of one longest window."""
@@ -159,25 +160,18 @@ class _Draws(TokenBudgetSampler):
             yield [self.epoch * len(self.lengths) + number for number in batch]
 
 
-class _SeededDraws(Dataset[Any]):
-    """Samples whose draws from torch's global generator follow from the seed and the number of _Draws alone."""
+class _Packs(Dataset[list[Any]]):
+    """Lists of samples, whose draws from torch's global generator follow from the seed and the numbers of _Draws."""
 
     def __init__(self, samples: Any, seed: int) -> None:
         self.samples, self.seed = samples, seed
 
-    def __getitem__(self, number: int) -> Any:
-        with seeded_draws(mixed(self.seed, 1, number)):
-            return self.samples[number % len(self.samples)]
+    def __len__(self) -> int:
+        return len(self.samples)
 
-
-def packed_loader(samples: Any, budget: int, seed: int, workers: int, collate: Any) -> TimedLoader:
-    """Return a training loader of batches of at most `budget` tokens, of samples that know their `lengths`."""
-    return TimedLoader(
-        _SeededDraws(samples, seed),
-        batch_sampler=_Draws(samples.lengths, budget, seed=seed),
-        num_workers=workers,
-        collate_fn=collate,
-        persistent_workers=workers > 0,
-        pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),
-    )
+    def __getitem__(self, numbers: list[int]) -> list[Any]:
+        items = []
+        for number in numbers:
+            with seeded_draws(mixed(self.seed, 1, number)):
+                items.append(self.samples[number % len(self.samples)])
+        return items

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.inference.likelihood import score_tokens
 from ndlightnet.training.core.costs import training_costs
+from ndlightnet.training.language.measures import power_of_2
 from ndlightnet.training.language.text_task import TextLoss
 from ndlightnet.training.language.tokenized import TokenizedTask
 from ndlightnet.training.report.results import write_metrics
@@ -37,15 +38,15 @@ class MaskedTextTask(TokenizedTask):
         if data.documents:
             return None
         items = [data.train_set[number % len(data.train_set)] for number in range(data.batch_size)]
-        return tuple(x.to(self.device) for x in data.collate(items))
+        return tuple(x.to(self.device) for x in data.collate(items)[:3])
 
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
-        loss: Tensor = self(*batch)
+        loss: Tensor = self(*batch[:3])
         self.log("loss", loss.detach(), prog_bar=True, batch_size=len(batch[0]))
         return loss
 
     def validation_step(self, batch: tuple[Tensor, ...], _: int) -> None:
-        losses, right = self._hidden(*batch)
+        losses, right = self._hidden(*batch[:3])
         loss, count = losses.mean(), len(losses)
         self.log("val_loss", loss, prog_bar=True, batch_size=count, sync_dist=True)
         self.log("val_accuracy", right.mean(), batch_size=count, sync_dist=True)
@@ -58,21 +59,21 @@ class MaskedTextTask(TokenizedTask):
         return -scores, right.float()
 
     def on_test_epoch_start(self) -> None:
-        self.sums: dict[int, Tensor] = {}  # hidden tokens, their losses and how many are right, of each batch
+        self.tested: dict[int, Tensor] = {}  # of each window the losses of its hidden tokens, and which are right
 
-    def test_step(self, batch: tuple[Tensor, ...], number: int) -> None:
-        losses, right = self._hidden(*batch)
-        count = losses.new_tensor(len(losses))
-        key = number * self.trainer.world_size + self.global_rank
-        self.sums[key] = torch.stack([count, losses.sum(), right.sum()]).double().cpu()
+    def test_step(self, batch: tuple[Tensor, ...], _: int) -> None:
+        numbers = batch[3].tolist()
+        results = torch.stack(self._hidden(*batch[:3])).double().cpu().view(2, len(numbers), -1)  # as many of each
+        self.tested |= dict(zip(numbers, results.unbind(1), strict=True))
 
     def on_test_epoch_end(self) -> None:
-        sums = self.gathered(self.sums)
+        tested = self.gathered(self.tested)
         if not self.trainer.is_global_zero:
             return
-        count, loss, right = torch.stack([*sums.values()]).sum(0).tolist()
-        metrics = {"loss": loss / count, "perplexity": math.exp(loss / count), "accuracy": right / count}
-        write_metrics(self.out(), {**metrics, "hidden_tokens": int(count), **training_costs(self.net, self.cost)})
+        results = torch.cat([*tested.values()], 1)
+        loss, accuracy = results.mean(1).tolist()
+        metrics = {"loss": loss, "perplexity": power_of_2(loss / math.log(2)), "accuracy": accuracy}
+        write_metrics(self.out(), {**metrics, "hidden_tokens": results.shape[1], **training_costs(self.net, self.cost)})
         self.summary = (
             f"loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.3f} of hidden tokens; see {self.out()}"
         )

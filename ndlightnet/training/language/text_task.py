@@ -49,11 +49,11 @@ class TextLoss(nn.Module):
 class TextTask(TokenizedTask):
     """Trains `net`, tokens (batch, length) -> logits (batch, length, vocabulary) of the token after each.
 
-    `test` gives bits per byte, which are comparable for all vocabularies, and perplexities per token and per word (by
-    WikiText's rule: ends of lines count), for each of the data's `lengths`: the same text in windows of that many
-    tokens, each from an empty context, and by position in the longest windows. A length for which the memory of the
-    device does not suffice is left out, with the reason. `predict` writes the bits per byte of each file of
-    `data.input`, read as a stream: how likely the text is.
+    `test` gives bits per byte, which are comparable for all vocabularies that give a text back, and perplexities per
+    token and per word (by WikiText's rule: ends of lines count), for each of the data's `lengths`: the same text in
+    windows of that many tokens, each from an empty context, and by position in the longest windows. A length for which
+    the memory of the device does not suffice is left out, with the reason. `predict` writes the bits per byte of each
+    file of `data.input`, read as a stream: how likely the text is.
 
     With the strategy of configs/lm_3b.yaml each process holds a share of the parameters, for networks that do not fit
     on one device with their gradients and the optimizer's state.
@@ -76,9 +76,7 @@ class TextTask(TokenizedTask):
         vars(self)["called"] = TextLoss(net)
 
     def setup(self, stage: str) -> None:
-        for name in ("causal", "per_token"):
-            if not getattr(self.net, name, True):
-                raise DataError(f"model.net: expected a network with {name}=True, got False")
+        self.expect(causal=True, per_token=True)
         super().setup(stage)
         if stage == "fit" and self.step_tokens is not None:
             data = self.data()
@@ -119,9 +117,9 @@ class TextTask(TokenizedTask):
         try:
             bits = (token_nll(self.net, windows) / math.log(2)).cpu()
         except torch.OutOfMemoryError as error:
+            if isinstance(self.net, FSDPModule):  # the other processes would wait for this one
+                raise
             self.missing[length] = str(error)
-            if isinstance(self.net, FSDPModule):  # which was left within a forward
-                self.net.reset_iter_state()
             return
         self.tested |= {(length, n): row for n, row in zip(numbers.tolist(), bits, strict=True)}
 

@@ -30,25 +30,23 @@ def tokenize_files(arguments: list[str]) -> int:
     texts = "plain texts, .gz, .xz, .jsonl with a field text, or folders that Hugging Face's `datasets` has saved"
     parser.add_argument("files", nargs="+", help=texts)
     parser.add_argument("--out", required=True, help="the folder to write")
-    parser.add_argument("--tokenizer", help="bytes, a file, or a folder such as one with GPT-2's files")
-    parser.add_argument("--train", type=int, help="train a byte-level BPE of so many tokens on the texts instead")
+    choice = parser.add_mutually_exclusive_group(required=True)
+    choice.add_argument("--tokenizer", help="bytes, a file, or a folder such as one with GPT-2's files")
+    choice.add_argument("--train", type=int, help="train a byte-level BPE of so many tokens on the texts instead")
     options = parser.parse_args(arguments)
-    tokenizer, train = options.tokenizer, options.train
     paths, folder = [find_root(file) for file in options.files], Path(options.out)
-    if (tokenizer is None) == (train is None):
-        raise DataError(f"--tokenizer={tokenizer}, --train={train}: expected one of them")
     if (folder / FILE).exists() and not is_token_folder(folder):
         raise DataError(f"{folder / FILE}: exists, and would be replaced; expected a new folder, or one with tokens")
     if missing := [path for path in paths if not path.exists()]:
         raise DataError(f"{missing[0]}: no such file or folder")
-    if tokenizer is not None:
-        vocabulary = load_tokenizer(tokenizer)
+    if options.train is None:
+        vocabulary = load_tokenizer(options.tokenizer)
     elif is_token_folder(folder):
         vocabulary = load_tokenizer(folder)  # that of the call that was stopped
-        if vocabulary.vocab_size != train:  # of a short text there are fewer
+        if vocabulary.vocab_size != options.train:  # of a short text there are fewer
             log_rank_zero([f"{folder}: goes on with its tokenizer of {vocabulary.vocab_size} tokens"])
     else:
-        vocabulary = train_tokenizer(_beginning(paths), train or 0)
+        vocabulary = train_tokenizer(_beginning(paths), options.train)
     writer = TokenWriter(folder, vocabulary, paths)
     if writer.done:
         print(f"{folder}: is complete, with {writer.tokens:,} tokens")

@@ -16,10 +16,10 @@ class TokenizedData(DataModule):
 
     tokenizer: Tokenizer | None = None
 
-    def known_tokenizer(self) -> Tokenizer:
+    def loaded_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. DataError if none was loaded: predictions need a checkpoint."""
-        check("--ckpt_path", "got none", self.tokenizer is not None, "the checkpoint of a training")
-        assert self.tokenizer is not None
+        if self.tokenizer is None:
+            raise DataError("--ckpt_path: got none, expected the checkpoint of a training")
         return self.tokenizer
 
 
@@ -39,7 +39,7 @@ class TokenizedTask(Task):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["tokenizer"] = self.data().known_tokenizer().text
+        checkpoint["tokenizer"] = self.data().loaded_tokenizer().text
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         data, saved = self.data(), parse_tokenizer(checkpoint["tokenizer"], "the checkpoint's tokenizer")

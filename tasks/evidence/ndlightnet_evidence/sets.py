@@ -121,7 +121,7 @@ class Text(Samples):
 
     @torch.no_grad()
     def test(self, net: nn.Module) -> Run:
-        bits, text = {}, extent(self.data.test_text[1:], self.data.known_tokenizer())
+        bits, text = {}, extent(self.data.test_text[1:], self.data.loaded_tokenizer())
         for length, loader in zip(self.data.lengths, self.data.test_dataloader(), strict=True):
             try:
                 with torch.autocast(self.device.type, torch.bfloat16, self.device.type == "cuda"):

@@ -36,6 +36,13 @@ def test_a_table_without_names(tmp_path):
         read_table(path, ["3"], None, header=False)
 
 
+def test_two_columns_of_one_name(tmp_path):
+    (tmp_path / "a.tsv").write_text("a\ta\n1\t2\n")
+    with pytest.raises(DataError, match=f"^{tmp_path}/a.tsv, line 1: has the column a twice"):
+        read_table(tmp_path / "a.tsv", ["a"], None)
+    assert len(read_table(tmp_path / "a.tsv", ["0"], "1", header=False)) == 2
+
+
 def test_quoted(tmp_path):
     """A field may hold separators, line ends and doubled quotation marks; lines are those of the file."""
     lines = [["a", "label"], ['"x,\ty\nz ""q"""', "1"], [], ["b", '"2"'], ["c"]]
@@ -71,6 +78,7 @@ def test_json_lines(tmp_path):
         ("a.jsonl", b'{"a": null, "label": 1}\n', ", line 1: has no field a$"),
         ("a.jsonl", b"[1]\n", ", line 1: has no field a$"),
         ("a.jsonl", b"\n{\n", ", line 2: is not JSON"),
+        ("a.jsonl", b'{"a": "\\ud800", "label": 1}\n', ", line 1: is not JSON"),
         ("a.pdf", b"a", ": expected a table, .tsv, .csv or .jsonl"),
         ("gone.tsv", None, ": no such file$"),
     ],

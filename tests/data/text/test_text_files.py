@@ -53,7 +53,7 @@ def test_a_file_is_cut_before_the_spaces_at_the_end_of_a_line(tmp_path, monkeypa
     monkeypatch.setattr(text_files, "PIECE", 50)
     for line in ("words and more .\n", " words and more . \n", "words\r\n", "\u6570\u5b66\u3002\n"):
         text = line * 40
-        (tmp_path / f"a{ending}").write_bytes(pack(text.encode()))
+        (tmp_path / f"a{ending}").write_bytes(pack(("\ufeff" + text).encode()))  # with a byte order mark
         pieces = list(read_pieces(tmp_path / f"a{ending}"))
         assert "".join(piece.text for piece in pieces) == text
         assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]

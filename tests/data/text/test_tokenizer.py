@@ -146,6 +146,21 @@ def test_a_stream_has_whole_characters(name, request):
     assert "".join(tokenizer.decode_stream(cut)) == tokenizer.decode(cut) != "a"
 
 
+@pytest.mark.parametrize("name", ["bpe", "gpt2", "bert", "metaspace"])
+def test_a_stream_after_a_prompt_keeps_the_space_between(name, request):
+    if name == "metaspace":
+        library = pytest.importorskip("tokenizers")
+        model = library.SentencePieceBPETokenizer()
+        model.train_from_iterator(TEXTS, 40, min_frequency=0, special_tokens=["<unk>", "</s>"], show_progress=False)
+        tokenizer = SubwordTokenizer(model.to_str())
+    else:
+        tokenizer = request.getfixturevalue(name)
+    ids = tokenizer.encode(["the cat and the hat"])[0]
+    for count in range(1, len(ids)):
+        stream = tokenizer.decode_stream(ids[count:], ids[:count])
+        assert tokenizer.decode(ids[:count]) + "".join(stream) == "the cat and the hat"
+
+
 # ------------------------------------------------------------------------------- files
 def test_digests_are_equal_where_the_numbers_are(bpe, tmp_path):
     again = parse_tokenizer(bpe.text, "a test")

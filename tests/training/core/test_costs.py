@@ -199,7 +199,7 @@ def test_samples_a_second_without_the_validations(monkeypatch):
     monitor.on_fit_start(callbacks, None)
     assert callbacks.callbacks == [monitor, last]  # what others do at the end of a step costs the network nothing
     monitor.on_train_epoch_start(None, task)
-    for number, batch in enumerate([torch.zeros(6, 2), (torch.zeros(1, 9), torch.zeros(4))]):
+    for number, batch in enumerate([torch.zeros(6, 2), (torch.zeros(4, 2), torch.zeros(9))]):
         clock[0] += 2
         trainer = SimpleNamespace(is_last_batch=number == 1, world_size=3)
         monitor.on_train_batch_end(trainer, task, None, batch, number)

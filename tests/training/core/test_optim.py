@@ -214,6 +214,7 @@ def test_layers_of_timm_are_those_that_timm_reads(name):
         ({"label_smoothing": 2.0}, r"model\.label_smoothing: 2\.0, expected a fraction from 0 to 1"),
         ({"warmup_epochs": -1}, r"model\.warmup_epochs: -1, expected 0 or more epochs"),
         ({"minutes": 0}, r"model\.minutes: 0, expected a number above 0"),
+        ({"schedule": "inverse_sqrt", "min_lr": 0}, r"model\.min_lr: 0, expected null with inverse_sqrt"),
         ({"minutes": 2, "warmup_epochs": 1}, r"model\.warmup_epochs: 1, expected null with model\.minutes"),
         ({"betas": (0.9, 1.0)}, r"model\.betas: \(0\.9, 1\.0\), expected two numbers from 0 to below 1"),
         ({"lr": 1e-4, "min_lr": 1e-3}, r"model\.min_lr: 0\.001, expected 0 to model\.lr=0\.0001"),

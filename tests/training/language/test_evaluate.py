@@ -156,7 +156,7 @@ def test_minimal_pairs_have_a_line_for_each_term_and_for_all(model, run, tmp_pat
         right = {}
         for triples in SENTENCES.values():
             for good, bad, term in triples[:limit]:
-                better = by_hand(model, "", good)[0] > by_hand(model, "", bad)[0]
+                better = by_hand(model, "", f" {good}")[0] > by_hand(model, "", f" {bad}")[0]
                 right[term] = [*right.get(term, []), better]
                 right["BLiMP"] = [*right.get("BLiMP", []), better]
         assert {name: row["accuracy"] for name, row in rows.items()} == {x: sum(y) / len(y) for x, y in right.items()}
@@ -176,6 +176,8 @@ def test_wrong_files_and_options_are_one_line(run, tasks, tmp_path, capsys):
         ('{"query": "a", "choices": ["b", "c"], "gold": true}', "gold=True, expected 0 to 1"),
         ('{"query": "a", "choices": ["b"], "gold": 0}', "expected texts, and two or more to choose from"),
         ('{"query": 1, "choices": ["b", "c"], "gold": 0}', "expected texts, and two or more"),
+        ('{"query": ["a", "b"], "choices": "c", "gold": 0}', "expected texts, and two or more"),
+        ('{"query": "\\ud800", "choices": ["b", "c"], "gold": 0}', r"not JSON \("),
         ('{"query": "a", "choices": "bc", "gold": 0}', "expected texts, and two or more"),
         ('{"query": "a", "choices": ["b", ""], "gold": 0}', "expected texts, and two or more"),
         ('{"context": "a", "continuation": 3}', "expected texts, and two or more"),
@@ -186,6 +188,9 @@ def test_wrong_files_and_options_are_one_line(run, tasks, tmp_path, capsys):
         with pytest.raises(DataError, match=f"^{wrong}, line 2: {message}"):
             evaluate([str(run), str(wrong)])
     assert evaluate([str(run), str(wrong), "--limit=1"]) == 0  # the wrong line is not read
+    wrong.write_text(f'{good}\n{{"context": "a", "continuation": "b"}}\n')
+    with pytest.raises(DataError, match=f"^{wrong}: has lines with context and query, expected one kind of task"):
+        evaluate([str(run), str(wrong)])
     wrong.write_text("")
     (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
     (tmp_path / "empty").mkdir()

@@ -20,7 +20,6 @@ from ndlightnet.data.text.tokenizer import ByteTokenizer, load_tokenizer, train_
 from ndlightnet.data.text.tokens import read_tokens
 from ndlightnet.training import TextData, TextTask
 from ndlightnet.training.language.measures import extent
-from ndlightnet.training.language.text_data import packed_loader
 from ndlightnet.training.language.tokenize_command import tokenize_files
 from tests.training.conftest import last, launch, set_up
 
@@ -84,7 +83,7 @@ def test_an_epoch_has_each_document_once_in_packs_that_change(bpe, tmp_path):
     epochs = []
     for epoch in (0, 1, 0):
         loader = data.train_dataloader()
-        loader.batch_sampler.set_epoch(epoch)
+        loader.sampler.set_epoch(epoch)
         epochs.append(list(loader))
     first, second, again = ([labels.tolist() for _, labels in batches] for batches in epochs)
     assert first == again != second and len(first) == len(second) > 5
@@ -98,21 +97,24 @@ def test_an_epoch_has_each_document_once_in_packs_that_change(bpe, tmp_path):
             assert packed.values.shape == labels.shape and packed.values.dtype == labels.dtype == torch.int64
 
 
-def test_a_document_is_not_drawn_twice_alike():
+def test_a_document_is_not_drawn_twice_alike(monkeypatch):
     """What samples draw from torch's generator follows from the seed, the epoch and their number."""
 
     class Noise:
-        lengths = [1] * 9
-
         def __len__(self):
             return 9
 
         def __getitem__(self, index):
             return index, float(torch.rand(()))
 
+    data = TextData(".", length=2, batch_size=1, lengths=(), workers=0, documents=True)
+    data.train_set, data.train_lengths = Noise(), [1] * 9
+    monkeypatch.setattr(data, "pack_documents", list)
+
     def draws(seed, epoch):
-        loader = packed_loader(Noise(), 3, seed, 0, list)
-        loader.batch_sampler.set_epoch(epoch)
+        data.seed = seed
+        loader = data.train_dataloader()
+        loader.sampler.set_epoch(epoch)
         return dict(pair for batch in loader for pair in batch)
 
     state = torch.get_rng_state()

@@ -251,11 +251,11 @@ def test_a_periodic_text_is_learnt(tmp_path, monkeypatch, capsys):
         ),
         ({"fractions": (0.95, 0.05, 0.0)}, {}, "ROOT: 0 tokens to test on, test_tokens=256: expected length=32 or"),
         ({"fractions": (0.5, 0.0, 0.4)}, {}, "fractions=(0.5, 0.0, 0.4): expected"),
-        ({"lengths": (0,)}, {}, "length=32, windows=320, lengths=[0, 32]"),
+        ({"lengths": (0,)}, {}, "data.lengths: 0, expected 1 or more"),
         ({"tokenizer": "gone.json"}, {}, "tokenizer=gone.json: no such tokenizer"),
-        ({}, {"causal": False}, "model.net: expected a network with causal=True, got False"),
+        ({}, {"causal": False}, "ROOT: expected a network with causal=True, got False"),
         ({}, {"vocab_size": 255}, "model.net.vocab_size: 255, expected 256 or more, those of the tokenizer"),
-        ({}, {"num_classes": 256}, "model.net: expected a network with per_token=True, got False"),
+        ({}, {"num_classes": 256}, "ROOT: expected a network with per_token=True, got False"),
     ],
 )
 def test_what_does_not_fit(text_file, options, net, message):
