@@ -100,7 +100,7 @@ LISTED = {
     "ndlightnet/README.md": mixers.__all__,
     "tasks/README.md": [f"{name}.py" for name in DOORS],
     "configs/README.md": [path.stem for path in (ROOT / "configs").glob("*.yaml")],
-    "kernels/README.md": [f"`{path.stem}`" for path in (ROOT / "kernels" / "ndlightnet_kernels").glob("[!_]*.py")],
+    "kernels/README.md": [path.stem for path in (ROOT / "kernels" / "ndlightnet_kernels").glob("[!_]*.py")],
 }
 
 
