@@ -71,7 +71,7 @@ class NDLightNetLM(TemplateLM):  # type: ignore[misc]
         return self.codec.end
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        raise NotImplementedError("a language model of ndlightnet: expected a run without --apply_chat_template")
+        raise ValueError(f"chat_template={chat_template}: expected none, --apply_chat_template is for other models")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the tokens of a text, without special ones in any case."""

@@ -177,7 +177,7 @@ def test_how_a_model_is_made(model, run):
         assert made.eot_token_id == made.prefix_token_id == tokenizer.end and made.device.type in ("cpu", "cuda")
         assert made.tok_encode("the cat", add_special_tokens=True) == tokenizer.encode(["the cat"])[0]
         assert torch.equal(made.network.embed.weight.cpu(), net.embed.weight)
-        with pytest.raises(NotImplementedError, match="expected a run without --apply_chat_template"):
+        with pytest.raises(ValueError, match=r"^chat_template=True: expected none"):
             made.chat_template(True)
     with pytest.raises(ValueError, match=r"^tokenizer=None: expected that of the network"):
         NDLightNetLM(net)

@@ -52,8 +52,8 @@ def ending(path: Path) -> str:
 
 def read_pieces(path: Path) -> Iterator[Piece]:
     """Yield the documents of a file: each "text" of a .jsonl, each row of a folder of Hugging Face `datasets`
-    (`save_to_disk`), or the file, unpacked if its name ends in .gz or .xz, in pieces of whole lines, of PIECE
-    characters or more.
+    (`save_to_disk`), or the file, unpacked if its name ends in .gz or .xz, in pieces of about PIECE characters that
+    end where a line does.
 
     Raises DataError for what is missing, damaged, empty or no UTF-8, with the line for one that is no such JSON.
     """

@@ -46,7 +46,7 @@ class Task(L.LightningModule):
         schedule: what the learning rate does after its warm-up, see `schedule_factor`.
         minutes: of a training, which then ends; its schedule follows the clock in place of the steps.
         warmup_epochs: epochs of the warm-up; default: 5 % of the steps.
-        min_lr: the learning rate at the end; default: 1 % of `lr`.
+        min_lr: the learning rate at the end, but with inverse_sqrt; default: 1 % of `lr`.
         layer_decay: the rate of each layer / that of the next one, below 1 to fine-tune; default:
             all have the same. For an NDLightNet, and networks of timm.
         compile: training runs the network through torch.compile.

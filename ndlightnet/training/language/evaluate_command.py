@@ -133,8 +133,8 @@ def _example(line: str, place: str) -> Example:
         raise DataError(f"{place}: expected one of the sets of keys {'; '.join(map(', '.join, KINDS))}")
     kind, first, second = keys[0], fields[keys[0]], fields[keys[1]]
     options, text = {"query": (second, first), "context_options": (first, second)}.get(kind, ([first, second], ""))
-    texts = isinstance(options, list) and len(options) > 1 and all(isinstance(x, str) for x in (*options, text))
-    if not texts or not all(options):
+    good = isinstance(options, list) and len(options) > 1 and all(isinstance(x, str) for x in (*options, text))
+    if not good or not all(options):
         raise DataError(f"{place}: expected texts, and two or more to choose from")
     gold = fields.get("gold", 0)
     if type(gold) is not int or not 0 <= gold < len(options):

@@ -166,9 +166,6 @@ class _Packs(Dataset[list[Any]]):
     def __init__(self, samples: Any, seed: int) -> None:
         self.samples, self.seed = samples, seed
 
-    def __len__(self) -> int:
-        return len(self.samples)
-
     def __getitem__(self, numbers: list[int]) -> list[Any]:
         items = []
         for number in numbers:

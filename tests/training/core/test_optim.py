@@ -112,7 +112,8 @@ def test_minutes_set_the_rate_by_the_clock(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     net = nn.Linear(2, 2)
     task = Task(net, lr=0.5, weight_decay=0.03, minutes=2, schedule="constant_decay", min_lr=0.1)
-    task._trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda value: value))
+    shares = []
+    task._trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda value: (shares.append(value), value)[1]))
     schedule = task.configure_optimizers()["lr_scheduler"]["scheduler"]
 
     def rate_at(seconds):
@@ -125,6 +126,7 @@ def test_minutes_set_the_rate_by_the_clock(monkeypatch):
     task.timer.on_train_start(None, None)
     for seconds, rate in ((3, 0.25), (6, 0.5), (60, 0.5), (96, 0.5), (108, 0.3), (120, 0.1), (500, 0.1)):
         assert rate_at(seconds) == pytest.approx(rate, abs=2e-3)
+    assert len(schedule.optimizer.param_groups) == 2 and len(shares) == 1 + 7  # once a step for all groups
     task.timer.load_state_dict({"time_elapsed": {"train": 60.0}})
     assert rate_at(48) == pytest.approx(0.3, abs=2e-3)
 
