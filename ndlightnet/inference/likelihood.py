@@ -32,7 +32,7 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
 
 @torch.no_grad()
 def log_likelihoods(
-    network: Any, pairs: Sequence[Pair], budget: int = 2**14, report: Callable[[int], object] | None = None
+    network: Any, pairs: Sequence[Pair], budget: int = 2**14, report: Callable[[int], object] = lambda _: None
 ) -> list[tuple[float, bool]]:
     """Return for each pair (tokens of a context, tokens of a continuation), of any lengths, the sum of the
     log-probabilities of the continuation after the context, and whether each of its tokens is the most likely one.
@@ -52,7 +52,8 @@ def log_likelihoods(
     results = [(0.0, True)] * len(pairs)
     lengths = [len(context) + len(continuation) - 1 for context, continuation in pairs]  # the last one is not read
     for numbers in _packs(lengths, budget):
-        rows = [torch.tensor([*pairs[i][0], *pairs[i][1]], device=device) for i in numbers]
+        tokens = torch.tensor([token for i in numbers for part in pairs[i] for token in part], device=device)
+        rows = tokens.split([lengths[i] + 1 for i in numbers])  # one copy to the device, of all
         packed = network.forward_features(network.pack([row[:-1] for row in rows]))
         counts = [len(pairs[i][1]) for i in numbers]
         features = torch.cat([x[len(x) - n :] for x, n in zip(packed.unpack(), counts, strict=True)])
@@ -60,8 +61,7 @@ def log_likelihoods(
         scores, likeliest = (x.cpu().split(counts) for x in score_tokens(network, features, targets))
         for i, score, most in zip(numbers, scores, likeliest, strict=True):
             results[i] = float(score.double().sum()), bool(most.all())
-        if report is not None:
-            report(len(numbers))
+        report(len(numbers))
     return results
 
 

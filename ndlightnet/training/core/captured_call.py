@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ndlightnet.models.cuda_graphs import capture
+from ndlightnet.training.core.costs import Meter
 
 ALIGNED = 16  # numbers, of which each gradient begins at a multiple: kernels read several at once
 
@@ -31,8 +32,10 @@ class CapturedCall:
         self.grads: list[Tensor | None] = []
         self.flats: list[Tensor] = []  # all gradients, of each dtype
         self.douts: list[Tensor] = []
+        meter = Meter(device)
         self.forward_graph, _ = capture(self._forward, self._warm_up, device)
         self.backward_graph, _ = capture(self._backward, lambda: None, device, self.forward_graph)
+        self.activations = meter.read()[1] - Meter(device).read()[1]  # bytes that the peak of a replay is without
         self.needed = [y.requires_grad for y in self.outputs]
         self.outputs, self.roots = [y.detach() for y in self.outputs], []  # without their graph of autograd
 

@@ -100,6 +100,7 @@ class CostMonitor(L.Callback):
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.hidden = getattr(getattr(pl_module, "captured", None), "activations", 0)  # bytes, in a CUDA graph
         self.begun, self.samples = time.perf_counter(), 0
         if self.each == "epoch":
             self.meter = Meter(pl_module.device)
@@ -126,7 +127,7 @@ class CostMonitor(L.Callback):
         elif self.each and trainer.is_last_batch:  # before a validation
             seconds, peak = self.meter.read()
             self.seconds.append(seconds / (batch_idx + 1))
-            self.peak = max(self.peak, peak)
+            self.peak = max(self.peak, peak + self.hidden)
         self.samples += len(batch[0] if isinstance(batch, list | tuple) else batch)
         if trainer.is_last_batch and self.each is None and pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
@@ -144,7 +145,7 @@ class CostMonitor(L.Callback):
         while self.running and (wait or self.running[0].done):
             seconds, peak = self.running.popleft().read()
             self.seconds.append(seconds)
-            self.peak = max(self.peak, peak)
+            self.peak = max(self.peak, peak + self.hidden)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self._read(True)
@@ -154,8 +155,8 @@ class CostMonitor(L.Callback):
         self.seconds, self.peak, self.throughput = checkpoint["cost"]
 
     def measured(self) -> dict[str, float | None]:
-        """Return, for metrics.json, step_ms, the median, peak_memory_gb (without activations in the private memory of a
-        CUDA graph) and samples_per_second, the median over epochs. None: not trained here, not measured, or no GPU."""
+        """Return, for metrics.json, step_ms, the median, peak_memory_gb and samples_per_second, the median over epochs.
+        None: not trained here, not measured, or no GPU."""
         return {
             "step_ms": 1e3 * statistics.median(self.seconds) if self.seconds else None,
             "peak_memory_gb": self.peak / 1e9 or None,

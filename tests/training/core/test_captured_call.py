@@ -10,6 +10,7 @@ from torch import nn
 from ndlightnet.training import TextData, TextTask, run
 from ndlightnet.training.core import captured_call
 from ndlightnet.training.core.captured_call import CapturedCall
+from ndlightnet.training.core.costs import Meter
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +119,18 @@ def test_clipping(device, norm):
     before = nn.utils.clip_grad_norm_(copies, norm)
     assert (before > norm) == (norm < 1) and len(grads) == 4
     torch.testing.assert_close(grads, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="expected a GPU")
+def test_memory_of_activations():
+    """It is what the same call takes without a graph, above what it leaves."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU())]
+    net, x = nn.Sequential(*layers).cuda(), torch.randn(2**15, 512, device="cuda")
+    replays, meter = CapturedCall(net, net, [x]), Meter(x.device)
+    net(x).backward(torch.zeros_like(x))
+    expected = meter.read()[1] - torch.cuda.memory_allocated()
+    assert expected > 4 * x.nbytes and abs(replays.activations / expected - 1) < 0.2
 
 
 class Uneven(TextTask):

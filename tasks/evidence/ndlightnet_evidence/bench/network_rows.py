@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from ndlightnet.models import NDLightDiT, NDLightNet
 from ndlightnet.nn.mixers import (
-    GatedDeltaNet,
     Identity,
     LightNetAttention,
     SoftmaxAttention,
@@ -33,6 +32,12 @@ PATCH, COMPILED, CLASSES = (2, 16, 16), ", blocks compiled", 10
 WINDOWS = {"all frames": None, "window 16": 16}
 SIZES = {"45 M": (512, 6, 2**17), "385 M": (1024, 26, 2**15)}  # of language models: width, depth, tokens in a batch
 LENGTHS = (2048, 16384, 131072)  # of their windows
+TEXT_MIXERS: dict[str, Callable[[int], nn.Module]] = {
+    "ours": text_mixer,
+    "as published": published_mixer,
+    "softmax": SoftmaxAttention,
+    "fla gated delta": rival_kernels.fla_gated_delta_mixer,
+}
 FACT = "memory in MB after frames:"
 Within = Callable[[Call], Call]
 
@@ -93,7 +98,7 @@ def step(bench: Bench, grid: tuple[int, int, int] = (32, 32, 32), dim: int = 384
     rows: tuple[tuple[str, str, Callable[[int], nn.Module]], ...] = (
         ("training step", "ours", ours),
         ("training step", "softmax", SoftmaxAttention),
-        ("training step", "fla lightnet", rival_kernels.FlaMixer),
+        ("training step", "fla lightnet", rival_kernels.fla_lightnet_mixer),
         (f"training step{COMPILED}", "ours", ours),
         ("training step, without local mixing", "ours", partial(ours, local=None)),
     )
@@ -109,28 +114,22 @@ def text(
 ) -> None:
     """Time a step of language models, on so many tokens in windows of several lengths; record its memory. sizes:
     (width, depth, most tokens in a batch), of each name."""
-    mixers: dict[str, Callable[[int], nn.Module]] = {
-        "ours": text_mixer,
-        "as published": published_mixer,
-        "softmax": SoftmaxAttention,
-        "gated delta": GatedDeltaNet,  # on flash-linear-attention's kernels
-    }
 
-    def prepare(name: str, length: int, mixer: Callable[[int], nn.Module], within: Within) -> list[Call]:
+    def prepare(name: str, who: str, length: int, mixer: Callable[[int], nn.Module], within: Within) -> list[Call]:
         width, depth, most = sizes[name]
         net = NDLightNet(1, vocab_size=words, causal=True, embed_dim=width, depth=depth, mixer=mixer).to(bench.device)
         windows = torch.randint(words, (max(1, min(tokens, most) // length), length + 1), device=bench.device)
         loss = TextLoss(net)
         work, backward = map(within, updates(net, lambda: loss(windows)))
-        record_memory(bench, f"text {name}, {length}", backward, windows[:, 1:].numel())
+        record_memory(bench, f"text {name}, {length}, {who}", backward, windows[:, 1:].numel())
         return [work]
 
     for name, (width, _, most) in sizes.items():
         for length in (n for n in LENGTHS if n <= min(most, tokens)):
             case = Case(f"text, {name}", max(1, min(tokens, most) // length), length, width // 64, 64)
-            for who, mixer in mixers.items():
+            for who, mixer in TEXT_MIXERS.items():
                 backends = rival_kernels.backends(bench.device.type == "cuda" and who == "softmax")
-                prepares = {at: partial(prepare, name, length, mixer, within) for at, within in backends.items()}
+                prepares = {at: partial(prepare, name, who, length, mixer, within) for at, within in backends.items()}
                 bench.fastest(case, "fwd+bwd", who, prepares)
 
 

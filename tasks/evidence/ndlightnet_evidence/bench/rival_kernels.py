@@ -137,19 +137,31 @@ def fla_two_scans(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class FlaMixer(nn.Module):
-    """fla's LightNet layer as a mixer of NDLightNet: causal in row-major order, the same heads."""
+    """A layer of fla as a mixer of NDLightNet: causal in row-major order."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        heads, head_dim = default_heads(dim, None)
-        self.layer = fla("layers.lightnet").LightNetAttention(
-            hidden_size=dim, num_heads=heads, expand_ratio=None, gate_low_rank_dim=head_dim
-        )
+        self.layer = layer
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """Mix tokens (batch, *grid, dim); the output has the same shape."""
         out: Tensor = self.layer(x.flatten(1, -2))[0].reshape(x.shape)
         return out
+
+
+def fla_lightnet_mixer(dim: int) -> FlaMixer:
+    """Return fla's LightNet layer with the heads of ours."""
+    heads, head_dim = default_heads(dim, None)
+    layer = fla("layers.lightnet").LightNetAttention
+    return FlaMixer(layer(hidden_size=dim, num_heads=heads, expand_ratio=None, gate_low_rank_dim=head_dim))
+
+
+def fla_gated_delta_mixer(dim: int) -> FlaMixer:
+    """Return fla's gated DeltaNet with the heads of ours, and values as wide as keys. Only to be timed: on Hopper cards
+    fla refuses its gradients with Triton 3.4 to 3.7.0, where they are wrong (its issue 640)."""
+    heads, head_dim = default_heads(dim, None)
+    fla("ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
+    return FlaMixer(fla("layers").GatedDeltaNet(hidden_size=dim, num_heads=heads, head_dim=head_dim, expand_v=1))
 
 
 def shorten_search() -> None:
