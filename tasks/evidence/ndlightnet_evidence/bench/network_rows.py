@@ -14,14 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils._pytree import tree_leaves
 
 from ndlightnet.models import NDLightDiT, NDLightNet
-from ndlightnet.nn.mixers import (
-    Identity,
-    LightNetAttention,
-    SoftmaxAttention,
-    WithLocal,
-    published_mixer,
-    text_mixer,
-)
+from ndlightnet.nn.mixers import Identity, LightNetAttention, SoftmaxAttention, WithLocal, published_mixer, text_mixer
 from ndlightnet.training.language.text_task import TextLoss
 from ndlightnet_evidence import plots
 from ndlightnet_evidence.bench import rival_kernels
