@@ -52,8 +52,8 @@ def log_likelihoods(
     results = [(0.0, True)] * len(pairs)
     lengths = [len(context) + len(continuation) - 1 for context, continuation in pairs]  # the last one is not read
     for numbers in _packs(lengths, budget):
-        tokens = torch.tensor([token for i in numbers for part in pairs[i] for token in part], device=device)
-        rows = tokens.split([lengths[i] + 1 for i in numbers])  # one copy to the device, of all
+        joined = torch.tensor([token for i in numbers for part in pairs[i] for token in part], device=device)
+        rows = joined.split([lengths[i] + 1 for i in numbers])  # one copy to the device, of all
         packed = network.forward_features(network.pack([row[:-1] for row in rows]))
         counts = [len(pairs[i][1]) for i in numbers]
         features = torch.cat([x[len(x) - n :] for x, n in zip(packed.unpack(), counts, strict=True)])
