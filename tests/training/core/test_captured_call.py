@@ -124,13 +124,16 @@ def test_clipping(device, norm):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="expected a GPU")
 def test_memory_of_activations():
-    """It is what the same call takes without a graph, above what it leaves."""
+    """They are what the same call takes without a graph, above its inputs, outputs and gradients."""
     layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU())]
     net, x = nn.Sequential(*layers).cuda(), torch.randn(2**15, 512, device="cuda")
     replays, meter = CapturedCall(net, net, [x]), Meter(x.device)
-    net(x).backward(torch.zeros_like(x))
+    y = net(x)
+    dout = torch.zeros_like(y)
+    y.backward(dout)
     expected = meter.read()[1] - torch.cuda.memory_allocated()
-    assert expected > 4 * x.nbytes and abs(replays.activations / expected - 1) < 0.2
+    # what both keep: of 4 layers the input of GELU, of 3 its output; besides a gradient, of a layer or of a weight
+    assert expected > 7 * x.nbytes and abs(replays.activations - expected) < x.nbytes / 2
 
 
 class Uneven(TextTask):
