@@ -10,8 +10,7 @@ attention_mask (batch, length), 0 = padding at the left or the right: each row g
 input_ids are the tokens after it, and the mask may have the columns of those before, as in `generate`.
 
 A cache, DynamicCache or StaticCache of the config, holds the network's StreamState, which does not grow, as recurrent
-states of transformers' linear attention layers; the first one has what belongs to no layer, too. It cannot forget its
-last tokens: no assisted generation. No gradients go through it. Rows with as many new tokens are advanced together.
+states of linear attention. It cannot forget its last tokens: no assisted generation. No gradients go through it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 from transformers import modeling_outputs as outputs
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from ndlightnet.integrations.tokens import require
@@ -36,6 +34,8 @@ from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.mixers.names import described
 from ndlightnet.ops.linear_cross_entropy import IGNORED, linear_cross_entropy
 
+if not hasattr(outputs.CausalLMOutputWithPast, "cache"):  # before, `generate` asked each cache for keys
+    raise ImportError(f"transformers {transformers.__version__}: expected 5.24 or newer, with caches of states alone")
 DEFAULTS = {name: p.default for name, p in signature(NDLightNet).parameters.items()} | {"dims": 1}
 
 
@@ -190,7 +190,7 @@ class LanguageModel(NDLightNetPreTrainedModel):
         if labels is not None:
             loss = self._loss(features, labels, real_tokens(attention_mask, labels), items)
         if labels is None or not self.training:
-            logits = self.net.forward_head(slice_logits_to_keep(features, logits_to_keep))
+            logits = self.net.forward_head(transformers.modeling_utils.slice_logits_to_keep(features, logits_to_keep))
         return outputs.CausalLMOutputWithPast(loss=loss, logits=logits, cache=cache)
 
     def _loss(self, features: Tensor, labels: Tensor, real: Tensor | None, items: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """NDLightNet as models of transformers: rows of a batch as alone, caches, generation, files, Trainer, what is refused.
 float64 at 1e-10: both sides add the same terms of order 1 in another order, which is 10^6 roundings."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.24")
 
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
@@ -307,3 +308,9 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match="SoftmaxAttention has no method advance"):
             softmax(ids, use_cache=True)
     assert softmax.generate(ids, max_new_tokens=2, use_cache=False).shape[1] <= 6
+
+
+def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(transformers.modeling_outputs.CausalLMOutputWithPast, "cache")
+    with pytest.raises(ImportError, match=r"transformers [\d.]+: expected 5.24 or newer"):
+        importlib.reload(ours)
