@@ -34,8 +34,8 @@ from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.mixers.names import described
 from ndlightnet.ops.linear_cross_entropy import IGNORED, linear_cross_entropy
 
-if not hasattr(outputs.CausalLMOutputWithPast, "cache"):  # its older generate() asks every cache for keys
-    raise ImportError(f"transformers {transformers.__version__}: expected 5.24 or newer, for caches without keys")
+if not hasattr(outputs.CausalLMOutputWithPast, "cache"):  # before, generate asks every cache its length
+    raise ImportError(f"transformers {transformers.__version__}: expected 5.24 or newer, for caches of states alone")
 DEFAULTS = {name: p.default for name, p in signature(NDLightNet).parameters.items()} | {"dims": 1}
 
 

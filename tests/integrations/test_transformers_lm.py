@@ -312,5 +312,5 @@ def test_errors() -> None:
 
 def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(transformers.modeling_outputs.CausalLMOutputWithPast, "cache")
-    with pytest.raises(ImportError, match=r"transformers [\d.]+: expected 5.24 or newer"):
+    with pytest.raises(ImportError, match=r"transformers .+: expected 5\.24 or newer"):
         importlib.reload(ours)
