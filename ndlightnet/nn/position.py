@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout, as_layout
 from ndlightnet.nn.initial import Device, Initialized, Space, assign
-from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step
+from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step, rotate, tables
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import product_dtype
 from ndlightnet.ops.position import Kind, slots_of
@@ -51,6 +51,11 @@ class MDLRPE(Initialized):
         bank = frequencies(self.slots, grid.ndim, device=self.log_factor.device)
         theta = bank * _at_least_float32(self.log_factor).exp()
         return Position(theta, grid, self.kind)
+
+    def rotate(self, layout: Layout, *xs: Tensor) -> list[Tensor]:
+        """Return each x (batch, length, heads, head_dim), turned by its tokens' angles; of kind "rotary"."""
+        code = tables(self(layout), xs[0].shape[-1], xs[0].dtype)
+        return [rotate(x, *code) for x in xs]
 
 
 class MDTPE(Initialized):

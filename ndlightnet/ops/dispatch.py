@@ -79,7 +79,7 @@ def supported(
 
     x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan" and "local_mixing",
     (..., dim) for "add_norm", "norm_gate" and "swiglu", (rows, classes) for "cross_entropy", (batch, channels, *space)
-    for "instance_norm_silu". v: values. position: a Position.
+    for "instance_norm_silu". v: values, for "rotate" the table of cosines. position: a Position.
     others: further inputs (queries, a State, the weight (taps, dim) of "local_mixing"). Where any
     input needs a gradient, the kernel must have a backward. A Support is true, or false with a `reason`.
     """

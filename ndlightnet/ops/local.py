@@ -8,7 +8,7 @@ axis torch's flash attention has a sliding window of its own, which runs where i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -149,27 +149,46 @@ def flash_support(q: Tensor, bias: Sequence[Tensor], mask: Tensor | None) -> Sup
     return Support(device_reason(q.device))
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool, scale: float) -> Tensor:
-    """Attend with torch's flash attention, samples end to end. It aligns the last query with the
-    last key, as keys before the first query need."""
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Sequence[Tensor],
+    longest: Sequence[int],
+    window: int | None,
+    causal: bool,
+    scale: float | None = None,
+) -> Tensor:
+    """Attend with torch's flash attention, samples end to end. It aligns the last query with the last key, as keys
+    before the first query need. starts: of the samples' queries and keys, int32. window: None for all tokens."""
     from torch.nn.attention.varlen import varlen_attn
 
-    of_queries, of_keys = (
-        torch.arange(0, (len(x) + 1) * x.shape[1], x.shape[1], dtype=torch.int32, device=x.device) for x in (q, k)
-    )
-    y: Any = varlen_attn(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        of_queries,
-        of_keys,
-        q.shape[1],
-        k.shape[1],
-        scale=scale,
-        window_size=(window - 1, 0 if causal else window - 1),
-    )
+    reach = -1 if window is None else window - 1
+    sides = (reach, 0 if causal else reach)
+    inputs: Any = (*(x.flatten(0, 1) for x in (q, k, v)), *starts, *longest)
+    y: Any = varlen_attn(*inputs, scale=scale, window_size=sides)
     out: Tensor = y.view(q.shape)
     return out
+
+
+def attend_in_samples(
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    layout: Any,
+    causal: bool,
+    window: int | None = None,
+    bias: Sequence[Tensor] = (),
+) -> Tensor:
+    """Return attend(grid, q, k, v, mask) for all samples of each grid, tokens (batch, length, heads, dim). Of a pack,
+    torch's flash attention takes all samples at once where it can."""
+    fits = layout.packed and layout.length and (layout.ndim == 1 or not (causal or window))
+    if not fits or not flash_support(q, bias, mask):
+        return layout.map_samples(attend, q, k, v, mask)  # type: ignore[no-any-return]
+    starts = layout.table(("starts", q.device), lambda: torch.tensor(layout.offsets, dtype=torch.int32).to(q.device))
+    return _flash(q, k, v, (starts, starts), [max(layout.lengths)] * 2, window, causal)
 
 
 def append_frames(
@@ -241,7 +260,10 @@ def local_attention(
         return empty_result(q, k, v, *tables)
     scale = dim**-0.5 if scale is None else scale
     if flash_support(q, tables, mask):
-        return _flash(q, k, v, windows[0], causal, scale)
+        starts = [
+            torch.arange(0, (len(x) + 1) * x.shape[1], x.shape[1], dtype=torch.int32, device=x.device) for x in (q, k)
+        ]
+        return _flash(q, k, v, starts, (q.shape[1], k.shape[1]), windows[0], causal, scale)
     tilings = [
         _tiling(n, w, past if axis == 0 else 0, causal and axis == 0, ndim)
         for axis, (n, w) in enumerate(zip(shape, windows, strict=True))

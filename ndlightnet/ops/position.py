@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from ndlightnet.layout import Grid, Layout, as_layout
+from ndlightnet.ops._operator import Gradient, Operator, kernel
+from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import finest
 from ndlightnet.ops.lightnet.state import State, tile
 from ndlightnet.ops.plain import plain
@@ -96,8 +98,8 @@ def key_features(position: Position, dim: int, dtype: torch.dtype) -> Tensor:
 
     Angles are float64 products (float32 has a relative error of 6e-8: 1e-2 radians at 2e5 steps).
     """
-    grid, theta = Grid(shape_of(position)), position.theta
-    offset = offset_of(position)
+    layout, theta = as_layout(position.layout), position.theta
+    grid, offset = Grid((layout.length,) if layout.packed else layout.shapes[0]), offset_of(position)
     slots = slots_of(dim, position.kind)
     if theta.ndim != 2 or theta.shape[-1] != slots:
         raise ValueError(
@@ -112,11 +114,15 @@ def key_features(position: Position, dim: int, dtype: torch.dtype) -> Tensor:
         return first.to(theta.device).reshape(1, -1) if rowwise else first.to(theta.device)
 
     angles, front = [], []
-    split = theta.to(finest(theta.device)).split(groups(slots, grid.ndim), dim=-1)
+    split = theta.to(finest(theta.device)).split(groups(slots, layout.ndim), dim=-1)
     kind = split[0].dtype if offset is None else torch.int64  # far coordinates are ints until they are differences
     for axis, group in enumerate(split):
         origin = row(position.origin[axis]) if position.origin else None
-        coordinate = torch.arange(grid.shape[axis], dtype=kind, device=theta.device)
+        if layout.packed:  # of each token
+            key = ("coordinates", theta.device)
+            coordinate = layout.table(key, lambda: layout.coordinates().to(theta.device))[:, axis]
+        else:
+            coordinate = torch.arange(grid.shape[axis], dtype=kind, device=theta.device)
         coordinate = coordinate[:, None] if rowwise else coordinate
         if offset is not None:
             coordinate = coordinate + row(offset[axis])  # (n, batch or 1) or (n,)
@@ -126,7 +132,8 @@ def key_features(position: Position, dim: int, dtype: torch.dtype) -> Tensor:
 
     def factors(grid: Grid, angles: list[Tensor]) -> Tensor:
         def spread(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-            values = [grid.spread(function(x).to(dtype), axis) for axis, x in enumerate(angles)]
+            values = [function(x).to(dtype) for x in angles]
+            values = values if layout.packed else [grid.spread(x, axis) for axis, x in enumerate(values)]
             if rowwise:
                 rows = rowwise[0].shape[0]
                 values = [x.expand(*grid.shape, rows, *x.shape[-2:]).movedim(-3, 0) for x in values]
@@ -227,7 +234,8 @@ def query_features(x: Tensor, position: Position, factors: Tensor | None = None)
     factors = key_features(position, x.shape[-1], x.dtype) if factors is None else factors.to(x.dtype)
     if position.kind == "cosine":
         return tile(x, factors.shape[-1], -1) * factors
-    a = rotate(x, *factors.chunk(2, -1))
+    cos, sin = factors.chunk(2, -1)
+    a = rotate(x, cos, sin)
     return torch.cat([a, -quarter_turn(a)], dim=-1)
 
 
@@ -238,6 +246,44 @@ def quarter_turn(x: Tensor) -> Tensor:
     return torch.cat([-second, first, torch.zeros_like(odd)], dim=-1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate every pair of channels by its angle (rotary position encoding); same shape."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, impl: Impl = "auto") -> Tensor:
+    """Rotate every pair of channels by its angle (rotary position encoding); same shape.
+
+    x: (batch, length, heads, dim). cos, sin: (length, heads or 1, dim), as from `tables`; with Triton an axis (batch,)
+    in front is refused.
+    """
+    if resolve("rotate", impl, x, cos) == "triton" and not plain():
+        out: Tensor = _rotate(x, cos, sin)
+        return out
+    return _rotate_by_torch(x, cos, sin)
+
+
+def _rotate_by_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + quarter_turn(x) * sin
+
+
+def _rotate_backward(needed: Any, dout: Tensor, x: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> list[Tensor | None]:
+    inputs = [y for y, need in zip((x, cos, sin), needed, strict=True) if need]
+    grads = iter(torch.autograd.grad(_rotate_by_torch(x, cos, sin), inputs, dout, create_graph=True))
+    return [next(grads) if need else None for need in needed]
+
+
+def _limits(x: Tensor, cos: Tensor, *_: Any, **__: Any) -> str:
+    if x.shape[-1] % 2:
+        return f"heads of {x.shape[-1]} channels: expected an even number"
+    return "positions of each sample: expected one table" if cos.ndim != 3 or x.ndim != 4 else ""
+
+
+_rotate = Operator(
+    "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor out",
+    kernel("rotate", "rotate"),
+    lambda x, *_: x.new_empty(x.shape),
+    Gradient(
+        "rotate_backward(Tensor dout, Tensor x, Tensor cos, Tensor sin, bool needs_cos, bool needs_sin) "
+        "-> (Tensor dx, Tensor dcos, Tensor dsin)",
+        kernel("rotate", "rotate_backward"),
+        again=_rotate_backward,
+    ),
+    implementations=("torch", "triton"),
+    limits=_limits,
+)

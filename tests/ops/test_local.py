@@ -1,11 +1,14 @@
 """Local attention by tiles is softmax attention over all pairs that are close."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch.autograd import grad
 
+from ndlightnet.layout import Ragged
+from ndlightnet.nn.mixers import SoftmaxAttention, WindowAttention
 from ndlightnet.ops import local
 from ndlightnet.ops.dispatch import Support
 from ndlightnet.ops.local import local_attention
@@ -205,8 +208,8 @@ def test_errors():
 def attend_end_to_end(q, k, v, of_queries, of_keys, most_q, most_k, *, scale, window_size):
     """What torch.nn.attention.varlen.varlen_attn computes, sample by sample."""
     assert (most_q, most_k) == (int(of_queries.diff().max()), int(of_keys.diff().max()))
-    left, right = window_size
-    out = []
+    left, right = (len(k) if side < 0 else side for side in window_size)
+    scale, out = scale or q.shape[-1] ** -0.5, []
     for sample in range(len(of_queries) - 1):
         rows = slice(*of_queries[sample : sample + 2])
         columns = slice(*of_keys[sample : sample + 2])
@@ -227,6 +230,32 @@ def test_flash_attention_gets_the_same_windows(close, close_grads, monkeypatch, 
         q, k, v = sample((n + past,), ())
         y = local_attention(q[:, past:], k, v, window, causal=causal)
         expected = dense(q[:, past:], k, v, (window,), causal=causal)
+        close(y, expected, 1e-12)
+        close_grads(y, expected, [q, k, v], 1e-12)
+
+
+@both
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_attention_of_a_pack(close, close_grads, monkeypatch, window, causal):
+    """All samples of one axis at once, even empty ones; more axes too if all tokens are read."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend_end_to_end)
+    monkeypatch.setattr(local, "flash_support", lambda *_: Support())
+    reads = []
+
+    def attend(grid, q, k, v, mask):
+        reads.append(grid.shape)
+        far = [max(grid.shape)] * grid.ndim
+        windows = far if window is None else [window] * grid.ndim
+        y = dense(*(grid.unflatten(x) for x in (q, k, v)), windows, causal=causal)
+        return grid.flatten(y)
+
+    for shapes in ([(5,), (0,), (2,), (9,), (2,)], [(2, 3), (4, 1)]):
+        pack = Ragged(shapes)
+        q, k, v = sample((pack.length,), (), batch=1)
+        expected = pack.map_samples(lambda grid, *xs: attend(grid, *xs, None) if grid.length else xs[0], q, k, v)
+        reads.clear()
+        y = local.attend_in_samples(attend, q, k, v, None, pack, causal, window)
+        assert bool(reads) == (pack.ndim == 2 and (causal or window is not None))
         close(y, expected, 1e-12)
         close_grads(y, expected, [q, k, v], 1e-12)
 
@@ -263,3 +292,21 @@ def test_flash_attention_on_a_card(close, close_grads, dtype, causal):
         largest = max(b.norm() for b in exact_grads)
         for a, b in zip(grads, exact_grads, strict=True):
             assert (a.double().cpu() - b).norm() < 8 * torch.finfo(dtype).eps * largest
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@both
+@pytest.mark.parametrize("mixer", [SoftmaxAttention, partial(WindowAttention, window=20, rotary=True)])
+def test_a_pack_on_a_card(mixer, causal):
+    """At once what each sample is alone, values and gradients: to the rounding of 16 bits."""
+    net, pack = mixer(64, 2).to("cuda", torch.bfloat16), Ragged([(70,), (3,), (129,), (1,)])
+    x = torch.randn(pack.length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    calls, attend = [], local._flash
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "_flash", lambda *inputs: calls.append(inputs) or attend(*inputs))
+        packed = net(x, layout=pack, causal=causal)
+    assert len(calls) == 1
+    alone = torch.cat([net(part, causal=causal)[0] for part in pack.split(x)])
+    for a, b in zip(*([y, grad(y.square().sum(), x)[0]] for y in (packed, alone)), strict=True):
+        assert (a - b).norm() < 8 * torch.finfo(x.dtype).eps * b.norm()

@@ -9,7 +9,7 @@ from torch import Tensor
 from ndlightnet.layout import Grid
 from ndlightnet.nn.mixers.linear import Extent, LinearAttention
 from ndlightnet.nn.position import MDLRPE
-from ndlightnet.ops import rotate, tables
+from ndlightnet.ops import tables
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.position import Kind
 
@@ -46,8 +46,10 @@ class LrpeAttention(LinearAttention):
         self.lrpe = MDLRPE(self.heads, self.head_dim, core)
 
     def add_position(self, x: Tensor, grid: Grid, extent: Extent) -> Tensor:
+        if self.core == "rotary":
+            return self.lrpe.rotate(grid, x)[0]
         cos, sin = tables(self.lrpe(grid), self.head_dim, x.dtype)
-        return rotate(x, cos, sin) if self.core == "rotary" else torch.cat([x * cos, x * sin], -1)
+        return torch.cat([x * cos, x * sin], -1)
 
     def rows(self, ndim: int) -> int:
         return 2 if self.core == "cosine" else 1

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid
+from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.mixers.base import Mixer, check_axes, default_heads, zero_padding
 from ndlightnet.nn.position import MDLRPE
-from ndlightnet.ops import rotate, tables
+from ndlightnet.nn.projections import project
+from ndlightnet.ops.local import attend_in_samples
 from ndlightnet.ops.plain import softmax_attention
 
 
@@ -18,6 +22,8 @@ class SoftmaxAttention(Mixer):
     default `dim`. rotary: position code in every layer.
     Parameters: 4 dim^2 (+ dim / 2 learnt angles).
     """
+
+    ragged = True
 
     def __init__(
         self, dim: int, heads: int | None = None, *, context_dim: int | None = None, rotary: bool = True
@@ -31,33 +37,33 @@ class SoftmaxAttention(Mixer):
         self.lrpe = MDLRPE(self.heads, head_dim, "rotary") if rotary else None
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
-    def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
-        return self._attend(x, layout, x, layout, mask, causal)
+    def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
+        (x,) = zero_padding(mask, x)
+        q, k, v = self._heads(project(x, self.q_proj, self.k_proj, self.v_proj))
+        if self.lrpe:
+            q, k = self.lrpe.rotate(layout, q, k)
+        y = attend_in_samples(partial(_attend, causal=causal), q, k, v, mask, layout, causal)
+        return self.o_proj(y.flatten(2))
 
     def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
+        (context,) = zero_padding(mask, context)
+        q, k, v = self._heads((self.q_proj(x), self.k_proj(context), self.v_proj(context)))
         if self.lrpe:
             check_axes(grid, source, "; use rotary=False")
-        return self._attend(x, grid, context, source, mask, False)
+            (q,), (k,) = self.lrpe.rotate(grid, q), self.lrpe.rotate(source, k)
+        return self.o_proj(_attend(grid, q, k, v, mask).flatten(2))
 
-    def _attend(
-        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None, causal: bool
-    ) -> Tensor:
-        (context,) = zero_padding(mask, context)
-        q, k, v = (
-            proj(tokens).unflatten(-1, (self.heads, -1))
-            for proj, tokens in ((self.q_proj, x), (self.k_proj, context), (self.v_proj, context))
-        )
-        if self.lrpe:
-            q, k = (
-                rotate(y, *tables(self.lrpe(layout.shape), y.shape[-1], y.dtype))
-                for y, layout in ((q, grid), (k, source))
-            )
-        keys = None if mask is None else mask[:, None, None]
-        plain = causal and grid.length == grid.frame_count > 0 and keys is None
-        if causal and not plain:  # torch takes a mask or is_causal, not both
-            frame = grid.coordinates(x.device)[:, 0]
-            before = frame[:, None] >= frame
-            keys = before if keys is None else keys & before
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        y = softmax_attention(q, k, v, attn_mask=keys, is_causal=plain)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+    def _heads(self, qkv: Iterable[Tensor]) -> list[Tensor]:
+        return [y.unflatten(-1, (self.heads, -1)) for y in qkv]
+
+
+def _attend(grid: Grid, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+    """Map q, k, v (batch, length, heads, dim) to the form of q, whose tokens are on `grid`."""
+    keys = None if mask is None else mask[:, None, None]
+    plain = causal and grid.length == grid.frame_count > 0 and keys is None
+    if causal and not plain:  # torch takes a mask or is_causal, not both
+        frame = grid.coordinates(q.device)[:, 0]
+        before = frame[:, None] >= frame
+        keys = before if keys is None else keys & before
+    q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+    return softmax_attention(q, k, v, attn_mask=keys, is_causal=plain).transpose(1, 2)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, per_axis
+from ndlightnet.layout import Grid, Layout, per_axis
 from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers.base import StreamingMixer, default_heads, projected_like, zero_padding
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.nn.projections import project
-from ndlightnet.ops import rotate, tables
-from ndlightnet.ops.local import append_frames, flash_support, local_attention
+from ndlightnet.ops.local import append_frames, attend_in_samples, flash_support, local_attention
 
 
 class WindowState(NamedTuple):
@@ -42,6 +42,8 @@ class WindowAttention(StreamingMixer):
     Parameters: 4 dim^2 + heads (2 max(window) - 1), with rotary 4 dim^2 + dim / 2.
     """
 
+    ragged = True
+
     def __init__(
         self, dim: int, heads: int | None = None, *, window: int | Sequence[int] = 4, rotary: bool = False
     ) -> None:
@@ -64,31 +66,36 @@ class WindowAttention(StreamingMixer):
         if self.bias is not None:
             nn.init.normal_(self.bias, std=self.head_dim**-0.5)
 
-    def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
+    def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
         (x,) = zero_padding(mask, x)
-        real = None if mask is None else layout.unflatten(mask)
-        return self._output(*self._project(x, layout), real, causal)
+        attend, window = partial(self._attend, causal=causal), per_axis("window", self.window, layout.ndim)[0]
+        y = attend_in_samples(attend, *self._project(x, layout), mask, layout, causal, window, self._tables(1))
+        return self.o_proj(y.flatten(2))
 
-    def _project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v (batch, *grid, heads, head_dim)."""
+    def _project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, v (batch, length, heads, head_dim)."""
         q, k, v = (
             y.unflatten(-1, (self.heads, self.head_dim)) for y in project(x, self.q_proj, self.k_proj, self.v_proj)
         )
         if self.lrpe:
-            cos, sin = tables(self.lrpe(grid), self.head_dim, q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return grid.unflatten(q), grid.unflatten(k), grid.unflatten(v)
+            q, k = self.lrpe.rotate(layout, q, k)
+        return q, k, v
 
-    def _output(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def _tables(self, ndim: int) -> list[Tensor]:
+        return [] if self.bias is None else [self.bias] * ndim
+
+    def _attend(self, grid: Grid, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        q, k, v = (grid.unflatten(y) for y in (q, k, v))
+        return grid.flatten(self._read(q, k, v, None if mask is None else grid.unflatten(mask), causal))
+
+    def _read(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         ndim = q.ndim - 3
-        bias = [] if self.bias is None else [self.bias] * ndim
         windows = per_axis("window", self.window, ndim)
-        y = local_attention(q, k, v, windows, bias, mask=mask, causal=causal)
-        return self.o_proj(y.flatten(1, ndim).flatten(2))
+        return local_attention(q, k, v, windows, self._tables(ndim), mask=mask, causal=causal)
 
     def implementation(self, x: Tensor, causal: bool = False) -> str:
         q = projected_like(x, *x.shape[1:-1], self.heads, self.head_dim)
-        support = flash_support(q, () if self.bias is None else (self.bias,), None)
+        support = flash_support(q, self._tables(1), None)
         return "flash" if support else f"torch ({support.reason})"
 
     def init_state(self, batch: int, device: Device = None, space: Space = ()) -> WindowState:
@@ -98,7 +105,7 @@ class WindowAttention(StreamingMixer):
         return WindowState(tail, tail, torch.zeros(batch, dtype=torch.int64, device=device))
 
     def step(self, x: Tensor, grid: Grid, state: WindowState) -> tuple[Tensor, WindowState]:
-        q, k, v = self._project(x, grid)
+        q, k, v = (grid.unflatten(y) for y in self._project(x, grid))
         k, v, real, tail = append_frames(state.keys, state.values, state.frames, k, v)
-        y = self._output(q, k, v, real, True)
+        y = self.o_proj(grid.flatten(self._read(q, k, v, real, True)).flatten(2))
         return y, WindowState(*tail, state.frames + grid.frame_count)
