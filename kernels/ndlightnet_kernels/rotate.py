@@ -128,9 +128,11 @@ def rotate_backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     key = ("rotate_backward", x.device, x.dtype, dout.dtype, x.shape, x.stride(), dout.stride(), cos.stride(), needs)
     launch, shares = remembered(key, lambda: _plan(_rotate_backward, x, cos, x, dout))
-    dcos, dsin = (x.new_empty(shares, *x.shape[1:], dtype=torch.float32) if needs else None for _ in range(2))
+    # of parts that are summed, in float32
+    dtype = cos.dtype if shares == 1 and shape[1] == x.shape[2] else torch.float32
+    dcos, dsin = (x.new_empty(shares, *x.shape[1:], dtype=dtype) if needs else None for _ in range(2))
     launch(dout, x, cos, sin, dx, dcos, dsin)
     if dcos is None or dsin is None:
         return dx, None, None
-    dcos, dsin = (y.sum(0).sum_to_size(shape).to(cos.dtype) for y in (dcos, dsin))
+    dcos, dsin = ((y[0] if shares == 1 else y.sum(0)).sum_to_size(shape).to(cos.dtype) for y in (dcos, dsin))
     return dx, dcos, dsin
