@@ -37,6 +37,18 @@ def test_row_and_scalar_decays_are_of_type_one(close, name):
     close(last, expected[1], 1e-11)
 
 
+def test_hgrn_turns_what_it_forgets(close):
+    """Token by token, in complex numbers."""
+    m = mixers.HGRN(16).double()
+    x, h, reads = torch.randn(2, N, 16, dtype=torch.float64), 0, []
+    real, imag, decay, gate = m.in_proj(x).split([16, 16, 16, 32], -1)
+    f, silu = decay.sigmoid(), torch.nn.functional.silu
+    for t in range(N):
+        h = f[:, t] * torch.exp(1j * m.theta) * h + (1 - f[:, t]) * (silu(real) + 1j * silu(imag))[:, t]
+        reads.append(torch.cat([h.real, h.imag], -1))
+    close(m(x, causal=True), m.o_proj(m.norm(silu(gate) * torch.stack(reads, 1))), 1e-12)
+
+
 @pytest.mark.parametrize("name", ["DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"])
 @pytest.mark.parametrize("negative", [False, True])
 def test_delta_rules_are_of_type_two(close, name, negative):
@@ -67,6 +79,36 @@ def test_linear_attention_has_its_denominator_as_a_value_channel_of_ones(close):
     ones = torch.ones(1, 1, 1, 1, 1)
     y, _ = memory.reference(q, k, ones, torch.cat([v, torch.ones_like(v[..., :1])], -1))
     close(m(x, causal=True), m.o_proj((y[..., :-1] / y[..., -1:]).flatten(2)), 1e-11)
+
+
+KERNELS = {"softmax": lambda q, k: (q @ k.mT).exp(), "gaussian": lambda q, k: (-torch.cdist(q, k).square() / 2).exp()}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_random_features_estimate_a_kernel(close, kernel):
+    """The mean over many draws of directions is the kernel, within standard errors; a layer is linear attention
+    with these features."""
+    m = mixers.RandomFeatureAttention(16, 2, kernel=kernel).double()
+    x, *heads, v = qkv(m)
+    draws = []
+    for _ in range(500):
+        m.reset_own()
+        q, k = (m.features(y) for y in heads)
+        draws.append(torch.einsum("bthf,bshf->bhts", q, k) / 8)
+    unit = torch.nn.functional.normalize
+    q, k = (unit(y, dim=-1).transpose(1, 2) for y in heads)  # the scale is 1
+    draws = torch.stack(draws)
+    error = (draws.mean(0) - KERNELS[kernel](q, k)).abs() / (draws.std(0) / len(draws) ** 0.5)
+    assert error.max() < 5 and error.mean() < 1
+    torch.nn.init.uniform_(m.log_scale, -0.5, 0.5)
+    q, k = (m.features(y) for y in heads)
+    wide = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    y, _ = memory.reference(q, k, torch.ones(1, 1, 1, 1, 1), wide)
+    y = y[..., :-1] / y[..., -1:]
+    if kernel == "gaussian":
+        y, _ = memory.reference(q, k, torch.ones(1, 1, 1, 1, 1), v)
+        y = torch.nn.functional.rms_norm(y, y.shape[-1:], eps=1e-6)
+    close(m(x, causal=True), m.o_proj(y.flatten(2)), 1e-11)
 
 
 def test_cosformer_is_complex_with_one_angle(close):
@@ -205,6 +247,7 @@ COUNTS = {
     "LrpeAttention": lambda d, h: 4 * d * d + d,
     "TNL": lambda d, h: 5 * d * d + h,
     "GLA": lambda d, h: 4 * d * d + 24 * d + d // h + d // 2,
+    "HGRN": lambda d, _: 7 * d * d + 3 * d,
     "HGRN2": lambda d, h: 4 * d * d + d,
     "DeltaNet": lambda d, h: 4 * d * d + 12 * d + h * d + d // h,
     "GatedDeltaNet": lambda d, h: 5 * d * d + 12 * d + 2 * h * d + d // h + 2 * h,
@@ -214,13 +257,14 @@ COUNTS = {
     "Mamba": lambda d, _: 6 * d * d + (6 * 16 + 4 * 3 + 14) * d,
     "S4": lambda d, _: 2 * d * d + 2 * 64 * d + 2 * d,
     "S5": lambda d, _: d * d + 2 * 64 * d + d + 3 * 64 // 2,
+    "RandomFeatureAttention": lambda d, h: 4 * d * d + h + d * d // h,
     "RWKV4": lambda d, _: 4 * d * d + 5 * d,
 }
 
 
 @pytest.mark.parametrize("name, count", COUNTS.items())
 def test_parameters_are_as_the_docstrings_say(name, count):
-    m = getattr(mixers, name)(48, **({} if name in ("Mamba", "S4", "S5", "RWKV4") else {"heads": 3}))
+    m = getattr(mixers, name)(48, **({} if name in ("HGRN", "Mamba", "S4", "S5", "RWKV4") else {"heads": 3}))
     assert sum(p.numel() for p in m.parameters()) == count(48, 3)
 
 

@@ -12,6 +12,7 @@ from ndlightnet.training.core.optim import decayed_groups
 # what is neither a matrix, a filter, a norm nor a bias
 UNDECAYED = {
     "GatedDeltaNet": {"A_log"},
+    "HGRN": {"theta"},
     "KimiDeltaAttention": {"A_log"},
     "LAVO": {"basis"},
     "LightNetAttention": {"lrpe.log_factor"},

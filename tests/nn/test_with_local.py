@@ -42,6 +42,8 @@ def test_it_is_a_branch_in_front_of_the_output_map(close, name, on, causal):
         v = m.mixer.v_proj(z)
     elif name == "Mamba":
         v = m.mixer.in_proj(z).chunk(2, -1)[0]
+    elif name == "HGRN":  # of two channels, a complex one
+        v = m.mixer.in_proj(z)[..., : 2 * DIM]
     elif m.mixer.lookback:  # a short convolution comes first
         v = m.mixer.in_proj(z)[..., 2 * m.mixer.heads * m.mixer.key_dim :][..., :DIM]
     else:
@@ -72,7 +74,7 @@ def test_a_mixer_without_projections_gets_the_branch_as_it_is(close, name):
 def test_the_branch_matters_and_is_counted(name, on):
     m, x = layer(name, 2, local=on, dense=True), tokens(3, 5)
     x.requires_grad_()
-    width = 2 * DIM if name == "Mamba" else DIM
+    width = 2 * DIM if name in ("Mamba", "HGRN") else DIM
     taps = 9 * ((on != "input") * width + (on != "values") * DIM)
     count = sum(p.numel() for p in m.parameters())
     assert count == sum(p.numel() for p in m.mixer.parameters()) + taps

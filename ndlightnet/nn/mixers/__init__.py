@@ -8,6 +8,7 @@ in a new file and export it here."""
 from ndlightnet.nn.mixers.cosformer import CosformerAttention
 from ndlightnet.nn.mixers.delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from ndlightnet.nn.mixers.gla import GLA
+from ndlightnet.nn.mixers.hgrn import HGRN
 from ndlightnet.nn.mixers.hgrn2 import HGRN2
 from ndlightnet.nn.mixers.identity import Identity
 from ndlightnet.nn.mixers.lavo import LAVO
@@ -17,6 +18,7 @@ from ndlightnet.nn.mixers.linear import LinearAttention
 from ndlightnet.nn.mixers.lrpe import LrpeAttention
 from ndlightnet.nn.mixers.mamba import Mamba
 from ndlightnet.nn.mixers.names import CATALOGUE
+from ndlightnet.nn.mixers.random_features import RandomFeatureAttention
 from ndlightnet.nn.mixers.rwkv import RWKV4
 from ndlightnet.nn.mixers.s4 import S4
 from ndlightnet.nn.mixers.s5 import S5
@@ -28,6 +30,7 @@ from ndlightnet.nn.mixers.with_local import WithLocal as WithLocal
 
 __all__ = [
     "GLA",
+    "HGRN",
     "HGRN2",
     "LAVO",
     "RWKV4",
@@ -43,6 +46,7 @@ __all__ = [
     "LinearAttention",
     "LrpeAttention",
     "Mamba",
+    "RandomFeatureAttention",
     "SoftmaxAttention",
     "WindowAttention",
 ]

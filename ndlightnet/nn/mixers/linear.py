@@ -55,6 +55,10 @@ class LinearAttention(StreamingMixer):
         self.v_proj = nn.Linear(source, dim, bias=False)
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
+    def features(self, x: Tensor) -> Tensor:
+        """Map queries or keys (batch, length, heads, head_dim) to phi, (batch, length, heads, rows * head_dim)."""
+        return FEATURES[self.feature](x)
+
     def add_position(self, x: Tensor, grid: Grid, extent: Extent) -> Tensor:
         """Encode the position in features (batch, length, heads, head_dim) -> (batch, length, heads, rows * head_dim).
         extent: as in `bounds`, but None along the first axis of the causal form, whose length is unknown."""
@@ -87,12 +91,12 @@ class LinearAttention(StreamingMixer):
         return self._output(linear_attention(q, k, v, denominator=self.denominator, impl=self.impl))
 
     def _query(self, x: Tensor, grid: Grid, extent: Extent) -> Tensor:
-        q = FEATURES[self.feature](self.q_proj(x).unflatten(-1, (self.heads, -1)))
+        q = self.features(self.q_proj(x).unflatten(-1, (self.heads, -1)))
         return self.add_position(q, grid, extent)
 
     def _source(self, x: Tensor, mask: Tensor | None, grid: Grid, extent: Extent) -> tuple[Tensor, ...]:
         k, v = (proj(x).unflatten(-1, (self.heads, -1)) for proj in (self.k_proj, self.v_proj))
-        k = self.add_position(FEATURES[self.feature](k), grid, extent)
+        k = self.add_position(self.features(k), grid, extent)
         return zero_padding(mask, k, v)
 
     def _causal(self, x: Tensor, mask: Tensor | None, grid: Grid, extent: Extent, sums: Sums) -> tuple[Tensor, Sums]:
