@@ -111,6 +111,30 @@ def test_random_features_estimate_a_kernel(close, kernel):
     close(m(x, causal=True), m.o_proj(y.flatten(2)), 1e-11)
 
 
+@pytest.mark.parametrize("grid", [(N,), (4, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_abc_reads_means_with_weights_of_each_slot(close, close_grads, monkeypatch, grid, causal):
+    """Token by token, logits up to hundreds, in several segments."""
+    monkeypatch.setattr("ndlightnet.nn.mixers.bounded_memory.MOST", 300)
+    m = mixers.ABCAttention(16, 2, slots=3).double()
+    m.control.weight.data *= 200
+    x = torch.randn(2, *grid, 16, dtype=torch.float64, requires_grad=True)
+    q, k, v, logits = (
+        proj(x).flatten(1, -2).unflatten(-1, (2, -1)) for proj in (m.q_proj, m.k_proj, m.v_proj, m.control)
+    )
+    reads, frame = [], math.prod(grid[1:])
+    for t in range(q.shape[1]):
+        seen = (t // frame + 1) * frame if causal else None
+        weights = logits[:, :seen].softmax(1)
+        keys, values = (torch.einsum("bshm,bshd->bhmd", weights, y[:, :seen]) for y in (k, v))
+        scores = torch.einsum("bhd,bhmd->bhm", q[:, t], keys) / 8**0.5
+        reads.append(torch.einsum("bhm,bhmd->bhd", scores.softmax(-1), values))
+    expected = m.o_proj(torch.stack(reads, 1).flatten(2)).view_as(x)
+    y = m(x, causal=causal)
+    close(y, expected, 1e-11)
+    close_grads(y, expected, [x, *m.parameters()], 1e-9)
+
+
 def test_cosformer_is_complex_with_one_angle(close):
     """relu features, f = exp(i pi / (2 reach)), and the denominator's channel."""
     m = mixers.CosformerAttention(16, 2, reach=20).double()
@@ -252,6 +276,7 @@ COUNTS = {
     "DeltaNet": lambda d, h: 4 * d * d + 12 * d + h * d + d // h,
     "GatedDeltaNet": lambda d, h: 5 * d * d + 12 * d + 2 * h * d + d // h + 2 * h,
     "KimiDeltaAttention": lambda d, h: 4 * d * d + 14 * d + h * d + 4 * d * d // h + d // h + h,
+    "ABCAttention": lambda d, h: 4 * d * d + 64 * h * d,
     "SoftmaxAttention": lambda d, h: 4 * d * d + d // 2,
     "WindowAttention": lambda d, h: 4 * d * d + h * 7,
     "Mamba": lambda d, _: 6 * d * d + (6 * 16 + 4 * 3 + 14) * d,

@@ -5,6 +5,7 @@ a local branch, and so is not one of them; nor is text_mixer, which chooses one 
 published_mixer, the paper's layer. Networks take all of these by name, too: `mixer="GLA"`. To add a mixer, write `mix`
 in a new file and export it here."""
 
+from ndlightnet.nn.mixers.bounded_memory import ABCAttention
 from ndlightnet.nn.mixers.cosformer import CosformerAttention
 from ndlightnet.nn.mixers.delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from ndlightnet.nn.mixers.gla import GLA
@@ -37,6 +38,7 @@ __all__ = [
     "S4",
     "S5",
     "TNL",
+    "ABCAttention",
     "CosformerAttention",
     "DeltaNet",
     "GatedDeltaNet",
