@@ -18,6 +18,7 @@ from ndlightnet.ops.recurrence.gated import gated_linear_attention
 from ndlightnet.ops.recurrence.memory import elementwise_memory, matrix_memory
 from ndlightnet.ops.recurrence.scan import scan
 from ndlightnet.ops.swiglu import swiglu
+from ndlightnet.ops.toeplitz import toeplitz
 
 __all__ = [
     "Position",
@@ -53,4 +54,5 @@ __all__ = [
     "supported",
     "swiglu",
     "tables",
+    "toeplitz",
 ]
