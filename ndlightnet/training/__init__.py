@@ -17,7 +17,7 @@ from ndlightnet.training.forecasting.forecast_task import ForecastTask
 from ndlightnet.training.forecasting.series_data import SeriesData
 from ndlightnet.training.generation.generation_task import GenerationTask
 from ndlightnet.training.language.masked_data import MaskedTextData
-from ndlightnet.training.language.sentence_data import MadeSentences, SentenceData
+from ndlightnet.training.language.sentence_data import ListOps, MadeSentences, SentenceData
 from ndlightnet.training.language.text_cls_task import TextClsTask
 from ndlightnet.training.language.text_data import TextData
 from ndlightnet.training.language.text_mlm_task import MaskedTextTask
@@ -37,6 +37,7 @@ __all__ = [
     "ImageFolders",
     "ImageTask",
     "LabelledData",
+    "ListOps",
     "MadeSentences",
     "MaskedTextData",
     "MaskedTextTask",

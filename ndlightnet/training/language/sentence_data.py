@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.made.list_ops import make_list_ops
 from ndlightnet.data.made.sentences import make_sentences
 from ndlightnet.data.packing import PackCollate
 from ndlightnet.data.text.tables import Row, number_of, read_table
@@ -147,3 +148,23 @@ class MadeSentences(SentenceData):
     def prepare_data(self) -> None:
         if self.trainer is None or not self.trainer.predicting:
             make_sentences(self.root, *self.samples)
+
+
+class ListOps(SentenceData):
+    """Expressions of digits and their values, which are made under `root` if they do not exist yet, see
+    ndlightnet.data.made.list_ops.
+
+    samples: number of training and of test expressions. symbols: least and most of one.
+    """
+
+    def __init__(
+        self, root: str, samples: tuple[int, int] = (96000, 2000), symbols: tuple[int, int] = (500, 2000), **kwargs: Any
+    ) -> None:
+        super().__init__(root, text="expression", label="value", length=symbols[1] + 1, **kwargs)
+        check("data.samples", samples, min(samples) > 0, "1 or more of each")
+        check("data.symbols", symbols, 4 <= symbols[0] <= symbols[1], "4 or more, in order")
+        self.samples, self.symbols = samples, symbols
+
+    def prepare_data(self) -> None:
+        if self.trainer is None or not self.trainer.predicting:
+            make_list_ops(self.root, *self.samples, self.symbols)

@@ -18,7 +18,7 @@ from ndlightnet.data.made.sentences import CLASSES
 from ndlightnet.data.packing import PackCollate
 from ndlightnet.data.text.tokenizer import train_tokenizer
 from ndlightnet.training import TaskCLI
-from ndlightnet.training.language.sentence_data import SentenceData, join_texts
+from ndlightnet.training.language.sentence_data import ListOps, SentenceData, join_texts
 from ndlightnet.training.language.table_command import table
 from ndlightnet.training.language.text_cls_task import TextClsTask, measure
 from tests.training.conftest import fit_and_test, last, launch, launcher, save_language_model, set_up
@@ -356,3 +356,19 @@ def test_made_sentences(tmp_path):
     assert torch.load(last(out), weights_only=True)["names"]["classes"] == list(CLASSES)
     default = yaml.safe_load((ROOT / "configs/made_sentences.yaml").read_text())
     assert default["model"]["net"]["init_args"]["num_classes"] == len(CLASSES)
+
+
+@pytest.mark.slow
+def test_list_ops(tmp_path):
+    """They are made by the first run, a symbol a token, and none is cut."""
+    made = CONFIG.replace("sentence_data.SentenceData", "sentence_data.ListOps").replace(
+        "num_classes: 3", "num_classes: 10"
+    )
+    made = made.replace("text: [a, b]", "samples: [200, 20], symbols: [4, 30]")
+    root, out = tmp_path / "data", tmp_path / "out"
+    launch(TextClsTask, SentenceData, made, tmp_path, "fit", root=root, out=out).well()
+    assert len((root / "train.tsv").read_text().splitlines()) == 201
+    assert torch.load(last(out), weights_only=True)["names"]["classes"] == list("0123456789")
+    for wrong, name in (({"samples": (0, 1)}, "samples"), ({"symbols": (9, 8)}, "symbols")):
+        with pytest.raises(DataError, match=f"data.{name}"):
+            ListOps("", **wrong)

@@ -1,0 +1,89 @@
+"""ListOps (Nangia and Bowman, 2018), as in the Long Range Arena (Tay et al., 2021, arXiv 2011.04006): the value, one
+digit, of a nested expression of hundreds of symbols.
+
+"[M29[m47]0]" is the maximum of 2, 9, the minimum of 4 and 7, and 0: M maximum, m minimum, d the lower median, s the sum
+modulo 10. A symbol is one character, so that bytes are its tokens.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from rich.progress import track
+
+from ndlightnet.data.made.drawn_set import draw_once
+
+VERSION = 1  # of the expressions; to be raised when a change gives others for the same arguments
+OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "M": max,
+    "m": min,
+    "d": lambda values: sorted(values)[(len(values) - 1) // 2],
+    "s": lambda values: sum(values) % 10,
+}
+ARGUMENTS, DEPTH = 10, 10  # most of an operator; most operators around a digit
+NESTED = 0.25  # of the arguments are expressions
+
+
+def make_list_ops(
+    folder: Path,
+    train: int = 96000,
+    test: int = 2000,
+    lengths: tuple[int, int] = (500, 2000),
+    seed: int = 0,
+    progress: bool = True,
+) -> Path:
+    """Write train.tsv and test.tsv, columns expression and value, of expressions with least to most `lengths` symbols,
+    none twice; return `folder`. The same arguments give the same ones, and a set that exists is left as it is.
+    DataError if the folder holds anything else; ValueError for fewer than one of either, and for lengths under 4 or
+    none between."""
+    least, most = lengths
+    if min(train, test) < 1 or not 4 <= least <= most:
+        raise ValueError(f"train={train}, test={test}, lengths={lengths}: expected 1 or more, and 4 <= least <= most")
+
+    def draw(draft: Path) -> None:
+        rng, seen = np.random.default_rng(seed), set[str]()
+        for name, count in (("train", train), ("test", test)):
+            with open(draft / f"{name}.tsv", "w", encoding="utf-8", newline="") as file:
+                writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+                writer.writerow(("expression", "value"))
+                for _ in track(range(count), f"drawing ListOps, {name}", disable=not progress):
+                    text, value = draw_expression(rng, least, most)
+                    while text in seen:
+                        text, value = draw_expression(rng, least, most)
+                    seen.add(text)
+                    writer.writerow((text, value))
+
+    record = {"version": VERSION, "train": train, "test": test, "lengths": [least, most], "seed": seed}
+    return draw_once(folder, record, draw)
+
+
+def draw_expression(rng: np.random.Generator, least: int, most: int) -> tuple[str, int]:
+    """Draw an expression of `least` to `most` symbols, and its value."""
+    while True:
+        symbols: list[str] = []
+        value = _draw(rng, symbols, 1, most)
+        if value is not None and least <= len(symbols) <= most:
+            return "".join(symbols), value
+
+
+def _draw(rng: np.random.Generator, symbols: list[str], depth: int, most: int) -> int | None:
+    """Append an expression to `symbols` and return its value, None if it has become too long."""
+    operator = "Mmds"[rng.integers(4)]
+    symbols += ["[", operator]
+    values = []
+    for nested in rng.random(rng.integers(2, ARGUMENTS + 1)) < NESTED:
+        if len(symbols) > most:
+            return None
+        if nested and depth < DEPTH:
+            value = _draw(rng, symbols, depth + 1, most)
+            if value is None:
+                return None
+        else:
+            value = int(rng.integers(10))
+            symbols.append(str(value))
+        values.append(value)
+    symbols.append("]")
+    return OPERATORS[operator](values)
