@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ndlightnet.training.classification.image_data import HandwrittenDigits, ImageData
-from ndlightnet.training.classification.image_folders import ColouredDigits, ImageFolders
+from ndlightnet.training.classification.image_folders import ColouredDigits, ImageFolders, Pathfinder
 from ndlightnet.training.classification.image_task import ImageTask
 from ndlightnet.training.classification.signal_data import SignalData
 from ndlightnet.training.classification.signal_task import SignalTask
@@ -43,6 +43,7 @@ __all__ = [
     "MaskedTextTask",
     "MovingDigits",
     "MovingPhantoms",
+    "Pathfinder",
     "PhantomVolumes",
     "PretrainTask",
     "SegmentationTask",

@@ -14,7 +14,7 @@ from ndlightnet import NDLightNet, training
 from ndlightnet.__main__ import DOORS, _load
 from ndlightnet.data.folders import class_names, find_root
 from ndlightnet.data.image.image_sets import read_images
-from ndlightnet.data.made import moving_phantoms
+from ndlightnet.data.made import moving_phantoms, pathfinder
 from ndlightnet.data.made.digits import DIGITS, MOTIONS
 from ndlightnet.data.made.phantoms import LABELS
 from ndlightnet.data.packing import PackCollate, PadCollate
@@ -174,6 +174,7 @@ DRAWN = {
     "MovingDigits": MOTIONS,
     "ColouredDigits": DIGITS,
     "HandwrittenDigits": DIGITS,
+    "Pathfinder": pathfinder.CLASSES,
 }
 
 

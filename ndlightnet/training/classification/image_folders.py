@@ -14,6 +14,7 @@ from ndlightnet.data.image import image_transforms
 from ndlightnet.data.image.image_folder import FolderImages, ImageFiles, collate, find_images, list_images, note_dark
 from ndlightnet.data.image.image_transforms import MEAN, STD, Interpolation, RandAugment, mixing, seeded
 from ndlightnet.data.made.digits import make_coloured_digits
+from ndlightnet.data.made.pathfinder import make_pathfinder
 from ndlightnet.training.core.data_module import LabelledData, held_out, limited
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log_rank_zero
@@ -219,3 +220,27 @@ class ColouredDigits(ImageFolders):
     def prepare_data(self) -> None:
         if self.trainer is None or not self.trainer.predicting:
             make_coloured_digits(self.root, *self.images)
+
+
+class Pathfinder(ImageFolders):
+    """Grey pictures of dashed curves: whether one joins two dots. They are drawn under `root` if they do not exist yet,
+    see ndlightnet.data.made.pathfinder, then read like any folder.
+
+    images: number of training and of test pictures. dashes, others: of a long curve; number of shorter curves.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        size: int = 32,
+        images: tuple[int, int] = (20000, 2000),
+        dashes: int = 7,
+        others: int = 4,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(root, size, channels=1, crop_pct=1.0, scale=None, **kwargs)
+        self.drawn = *images, size, dashes, others
+
+    def prepare_data(self) -> None:
+        if self.trainer is None or not self.trainer.predicting:
+            make_pathfinder(self.root, *self.drawn)

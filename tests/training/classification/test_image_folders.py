@@ -16,7 +16,7 @@ from torch import nn
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.image.image_transforms import RandAugment
-from ndlightnet.training import ImageFolders, ImageTask
+from ndlightnet.training import ImageFolders, ImageTask, Pathfinder
 from tests.training.conftest import fit_and_test, last
 
 
@@ -268,3 +268,15 @@ def test_folders_that_cannot_be_used(copied):
         shutil.rmtree(copied / "train" / kind)
     with pytest.raises(DataError, match=r"has the classes \['columns'\], expected two or more"):
         data(copied).setup("fit")
+
+
+def test_pathfinder_is_drawn_and_read_whole(tmp_path):
+    """In grey, no pixel is cut off or scaled, in training either."""
+    read = Pathfinder(str(tmp_path / "set"), 24, (20, 4), 4, 2, hflip=0.0, batch_size=4, workers=0)
+    read.prepare_data()
+    read.setup("fit")
+    assert read.classes == ("apart", "joined") and (len(read.train_set), len(read.val_set)) == (18, 2)
+    for samples in (read.train_set, read.val_set):
+        for n in range(len(samples)):
+            pixels = np.asarray(Image.open(samples.files.path(n)))
+            assert torch.equal(samples[n].image, torch.from_numpy(pixels.copy())[None])

@@ -1,0 +1,133 @@
+"""Pathfinder (Linsley et al., 2018, arXiv 1805.08315): does a dashed curve join two dots?
+
+Each picture has two long curves that do not touch, and shorter ones. Two dots mark both ends of one long curve
+("joined"), or an end of each ("apart"). In every picture the ends of one curve are as far from each other as some ends
+of both, so that the distance of the dots says nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.progress import track
+
+from ndlightnet.data.made.drawn_set import draw_once
+
+VERSION = 1  # of the pictures; to be raised when a change gives others for the same arguments
+CLASSES = ("apart", "joined")
+DASH, GAP, CLEAR = 2.5, 1.5, 3.0  # pixels: of a dash, between dashes, between curves
+TURN = math.radians(35)  # most from dash to dash
+SHORT = 3  # dashes of a shorter curve
+TRIES = 20  # turns of a dash, places of a curve
+POINTS, FINE = 7, 4  # of a dash; cells of a pixel
+
+Array = npt.NDArray[np.float64]
+
+
+def make_pathfinder(
+    folder: Path,
+    train: int = 20000,
+    test: int = 2000,
+    size: int = 32,
+    dashes: int = 7,
+    others: int = 4,
+    seed: int = 0,
+    progress: bool = True,
+) -> Path:
+    """Write pictures of size x size pixels, `train/<class>/*.png` and `test/<class>/*.png`, half of each class up to a
+    remainder; return `folder`. dashes: of a long curve. others: number of shorter curves. The same arguments give the
+    same pictures, and a set that exists is left as it is. DataError if the folder holds anything else; ValueError for
+    fewer pictures than classes, and for curves that have no room."""
+    if min(train, test) < len(CLASSES) or dashes < 2 or others < 0 or 2 * dashes * (DASH + GAP) > size * size / 12:
+        sizes = f"{train=}, {test=}, {size=}, {dashes=}, {others=}"
+        raise ValueError(f"{sizes}: expected 2 or more pictures and dashes, and a size with room for the curves")
+    from PIL import Image
+
+    def draw(draft: Path) -> None:
+        for split, count in (("train", train), ("test", test)):
+            for number in track(range(count), f"drawing pathfinder, {split}", disable=not progress):
+                label, rng = number % 2, np.random.default_rng([seed, number, split == "test"])
+                path = draft / split / CLASSES[label] / f"{number:06d}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(draw_picture(rng, bool(label), size, dashes, others)).save(path)
+
+    record: dict[str, Any] = dict(kind="pathfinder", version=VERSION, train=train, test=test)
+    return draw_once(folder, {**record, "size": size, "dashes": dashes, "others": others, "seed": seed}, draw)
+
+
+def draw_picture(rng: np.random.Generator, joined: bool, size: int, dashes: int, others: int) -> npt.NDArray[np.uint8]:
+    """Draw one picture, (size, size)."""
+    while True:
+        free = np.zeros((FINE * size, FINE * size), bool)
+        edge = slice(round(FINE * 1.5), round(FINE * (size - 2.5)))
+        free[edge, edge] = True
+        curves = _curves(rng, size, [dashes] * 2, free)
+        if len(curves) < 2:
+            continue
+        one, two = ((curve[0], curve[-1]) for curve in curves)
+        wanted = math.dist(*one)
+        nearest = min(((a, b) for a in one for b in two), key=lambda pair: abs(math.dist(*pair) - wanted))
+        if abs(math.dist(*nearest) - wanted) < size / 32:
+            curves += _curves(rng, size, [SHORT] * others, free)
+            return _paint(np.concatenate(curves), one if joined else nearest, size)
+
+
+def _curves(rng: np.random.Generator, size: int, lengths: list[int], free: npt.NDArray[np.bool_]) -> list[Array]:
+    """Return curves of so many dashes, those that there was room for, as points (dashes * POINTS, 2); what is near them
+    is no more free."""
+    curves: list[Array] = []
+    for length in lengths:
+        attempts = (_curve(rng, size, length, free) for _ in range(TRIES))
+        curve = next((curve for curve in attempts if curve is not None), None)
+        if curve is not None:
+            curves.append(curve)
+            free &= ~_around(curve, size)
+    return curves
+
+
+def _curve(rng: np.random.Generator, size: int, length: int, free: npt.NDArray[np.bool_]) -> Array | None:
+    """Walk dash by dash where it is free, clear of the curve's own earlier dashes; None if there is no way."""
+    at, angle = rng.uniform(2, size - 3, 2), rng.uniform(0, 2 * math.pi)
+    curve = np.zeros((0, 2))
+    for _ in range(length):
+        angles = angle + rng.uniform(-TURN, TURN, TRIES)
+        steps = np.stack([np.sin(angles), np.cos(angles)], -1)
+        points = at + np.linspace(0, DASH, POINTS)[:, None] * steps[:, None]  # (tries, points, 2)
+        cells = (FINE * points).round().astype(int).clip(0, len(free) - 1)
+        fits = free[cells[..., 0], cells[..., 1]].all(1)
+        if len(curve) > POINTS:
+            gaps = np.linalg.norm(points[:, :, None] - curve[:-POINTS], axis=-1)
+            fits &= gaps.min((1, 2)) >= CLEAR
+        if not fits.any():
+            return None
+        first = int(fits.argmax())
+        curve = np.concatenate([curve, points[first]])
+        at, angle = points[first, -1] + GAP * steps[first], angles[first]
+    return curve
+
+
+def _around(curve: Array, size: int) -> npt.NDArray[np.bool_]:
+    """Return the fine cells (FINE size, FINE size) within CLEAR of a curve."""
+    near, reach = np.zeros((FINE * size, FINE * size), bool), math.ceil(FINE * CLEAR)
+    disc = np.hypot(*np.mgrid[-reach : reach + 1, -reach : reach + 1]) <= FINE * CLEAR
+    for row, column in (FINE * curve).round().astype(int):
+        top, left = max(0, row - reach), max(0, column - reach)
+        window = near[top : row + reach + 1, left : column + reach + 1]
+        window |= disc[top - row + reach :, left - column + reach :][: window.shape[0], : window.shape[1]]
+    return near
+
+
+def _paint(curves: Array, dots: tuple[Array, Array], size: int) -> npt.NDArray[np.uint8]:
+    rows = np.moveaxis(np.mgrid[:size, :size].astype(float), 0, -1)
+    ends = curves.reshape(-1, POINTS, 2)[:, [0, -1]]
+    start, way = ends[:, 0], ends[:, 1] - ends[:, 0]
+    along = ((rows[:, :, None] - start) * way).sum(-1) / (way * way).sum(-1)
+    near = np.linalg.norm(rows[:, :, None] - start - along.clip(0, 1)[..., None] * way, axis=-1).min(2)
+    ink = (1.1 - near).clip(0, 1)
+    for dot in dots:
+        ink = np.maximum(ink, (2.2 - np.linalg.norm(rows - dot, axis=-1)).clip(0, 1))
+    return np.asarray((ink * 255).round().astype(np.uint8))
