@@ -1,4 +1,4 @@
-"""Forecast an hourly series: ETT, 720 hours from 336, with cross attention.
+"""Forecast a regular series: ETT, 720 hours from 336, with cross attention.
 
 python tasks/forecast.py                    configs/ett.yaml, for a GPU: train, test
 python tasks/forecast.py fit     --config configs/ett.yaml --data.init_args.horizon 96

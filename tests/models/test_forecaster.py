@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd import grad
 
-from ndlightnet.data.series.hourly_series import simple_forecasts
+from ndlightnet.data.series.regular_series import simple_forecasts
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention
 
@@ -68,12 +68,12 @@ def test_without_a_network_it_is_the_mean_day(past, horizon):
     nn.init.zeros_(net.head.weight)
     net.embed.register_forward_pre_hook(lambda _, args: calls.append(args[0]))
     values, times = inputs(past, horizon, torch.float64)
-    day = simple_forecasts(values, horizon)["mean_day"]
+    day = simple_forecasts(values, horizon, 24)["mean_season"]
     torch.testing.assert_close(net(values, times), day)
     (read,) = calls
     assert not read[:, past:].any()
     for hour in range(past):  # backwards from the end, the forecast's hours are those of the input
-        expected = values[:, hour] - simple_forecasts(values, 24)["mean_day"][:, (hour - past) % 24]
+        expected = values[:, hour] - simple_forecasts(values, 24, 24)["mean_season"][:, (hour - past) % 24]
         torch.testing.assert_close(read[:, hour], expected)
 
 

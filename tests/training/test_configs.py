@@ -18,7 +18,7 @@ from ndlightnet.data.made import moving_phantoms, pathfinder
 from ndlightnet.data.made.digits import DIGITS, MOTIONS
 from ndlightnet.data.made.phantoms import LABELS
 from ndlightnet.data.packing import PackCollate, PadCollate
-from ndlightnet.data.series.hourly_series import read_series
+from ndlightnet.data.series.regular_series import read_series
 from ndlightnet.data.signal.recordings import read_recordings
 from ndlightnet.data.text.tokenizer import load_tokenizer
 from ndlightnet.data.video.video_files import read_video_folder
@@ -212,7 +212,7 @@ def agrees_with_its_data(cli: training.TaskCLI, config: str) -> None:
         images = read_images(root)["train"]
         assert net.dims == images.images.ndim - 1 and net.in_chans == 1
         assert net.num_classes == len(data.classes) == len(images.labels.unique())
-    elif isinstance(task, training.ForecastTask):
+    elif isinstance(task, training.ForecastTask) and (root / data.file).exists():
         assert len(read_series(root / data.file, data.chosen_columns).columns) == net.in_chans
     elif isinstance(task, training.SignalTask):
         assert (net.in_chans, net.num_classes) == (data.channels, len(set(read_recordings(root).digits)))

@@ -3,12 +3,12 @@
 import os
 import signal
 import sys
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import nibabel
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ndlightnet import training
 from ndlightnet.data.made.digits import make_moving_digits
-from ndlightnet.data.series.hourly_series import Series, write_series
+from ndlightnet.data.series.regular_series import write_series
 from ndlightnet.training.core.data_module import DataModule
 from tests.training.forked import run_forked
 
@@ -192,7 +192,9 @@ def small_data(kind: str, folder: Path, workers: int, write_recordings, write_st
         return training.TextData(str(folder / "text"), workers=workers, **sizes)
     if kind == "forecast":
         values = torch.from_numpy(np.random.default_rng(0).normal(size=(130, 2)))
-        write_series(folder / "hours.csv", Series(("A", "OT"), datetime(2020, 1, 1), values))
+        write_series(
+            folder / "hours.csv", ("A", "OT"), pd.date_range("2020-01-01", periods=len(values), freq="h"), values
+        )
         sizes = {"input_length": 24, "horizon": 6, "split": (49, 90, 120), "batch_size": 4}
         return training.SeriesData(str(folder), "hours.csv", workers=workers, **sizes)
     if not (folder / "data").exists():

@@ -1,1 +1,1 @@
-"""Hourly series of several columns."""
+"""Regular series of several columns."""

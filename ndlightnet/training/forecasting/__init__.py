@@ -2,7 +2,7 @@
 
 COMMANDS = {
     "forecast": {
-        "line": "forecast an hourly series",
+        "line": "forecast a regular series",
         "task": "forecasting.forecast_task:ForecastTask",
         "data": "forecasting.series_data:SeriesData",
         "config": "ett",

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+import pandas as pd
 from torch import Tensor
 
-from ndlightnet.data.series.hourly_series import HOUR
 from ndlightnet.training.report.figures import COLORS, GREY, panels_of, plain_axes, save_figure
 
 
 class Panel(NamedTuple):
-    """One column of a window: `inputs`, from `start` on; the forecast of the hours after
-    it; and the truth of these hours if there is one."""
+    """One column of a window, at `dates`: `inputs`, then the forecast, and the truth if there is one."""
 
     title: str
-    start: datetime
+    dates: pd.DatetimeIndex
     inputs: Tensor
     forecast: Tensor
     truth: Tensor | None = None
@@ -30,8 +28,7 @@ def save_forecasts(path: Path, panels: Sequence[Panel]) -> None:
 
     figure, axes = panels_of(len(panels), 1, (10, 1.9 * len(panels) + 0.5))
     for axis, panel in zip(axes[:, 0], panels, strict=True):
-        now, hours = len(panel.inputs), len(panel.inputs) + len(panel.forecast)
-        dates = [panel.start + hour * HOUR for hour in range(hours)]
+        now, dates = len(panel.inputs), panel.dates.to_pydatetime()
         axis.axvspan(dates[now], dates[-1], color="#F3F3F3", linewidth=0)
         lines = (
             (dates[:now], panel.inputs, "input", GREY),

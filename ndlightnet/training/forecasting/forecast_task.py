@@ -1,4 +1,4 @@
-"""Forecasts of an hourly series, compared with simple ones that need no network."""
+"""Forecasts of a regular series, compared with simple ones that need no network."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, atomic_write, file_name
-from ndlightnet.data.series.hourly_series import (
-    HOUR,
-    Series,
-    mean_errors,
-    simple_forecasts,
-    window_errors,
-    write_series,
-)
+from ndlightnet.data.series.regular_series import mean_errors, simple_forecasts, window_errors, write_series
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.forecasting.forecast_figure import Panel, save_forecasts
@@ -75,15 +68,15 @@ class ForecastTask(Task):
     def test_step(self, batch: tuple[Any, ...], _: int) -> None:
         values, times, target, index = batch
         data = self.data()
-        forecasts = {"net": self.net(values, times), **simple_forecasts(values, data.horizon)}
+        forecasts = {"net": self.net(values, times), **simple_forecasts(values, data.horizon, data.series.step.season)}
         errors = {name: window_errors(y, target).cpu() for name, y in forecasts.items()}
         for row, number in enumerate(index.tolist()):
             self.tested[number] = {name: pair[row] for name, pair in errors.items()}
             if number in self.shown:
-                start = data.start + data.test_set.starts[number] * HOUR
+                dates = data.series.dates_from(data.test_set.starts[number], data.test_set.length)
                 title = f"{data.columns[-1]}, window {number + 1} of {len(data.test_set)}"
                 inputs, forecast, truth = (data.unscaled(x[row])[:, -1] for x in (values, forecasts["net"], target))
-                self.panels[number] = Panel(title, start, inputs, forecast, truth)
+                self.panels[number] = Panel(title, dates, inputs, forecast, truth)
 
     def on_test_epoch_end(self) -> None:
         data, tested = self.data(), list(self.gathered(self.tested).values())
@@ -114,13 +107,14 @@ class ForecastTask(Task):
     def predict_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
         data, (values, times) = self.data(), batch
         inputs, forecast = data.unscaled(values[0]), data.unscaled(self.net(values, times)[0])
+        dates = data.series.dates_from(data.first, data.input_length + data.horizon)
         name = re.sub(r"(?i)(\.csv)?(\.gz)?$", "", Path(data.input).name, count=1)
         file = self.out() / "predictions" / f"{file_name(name)}.csv"
         with atomic_write(file) as draft:
-            write_series(draft, Series(data.columns, data.start + len(inputs) * HOUR, forecast))
-        panels = [Panel(column, data.start, inputs[:, i], forecast[:, i]) for i, column in enumerate(data.columns)]
+            write_series(draft, data.columns, dates[len(inputs) :], forecast)
+        panels = [Panel(column, dates, inputs[:, i], forecast[:, i]) for i, column in enumerate(data.columns)]
         save_forecasts(file.with_suffix(".png"), panels)
-        self.summary = f"the {data.horizon} hours after {data.input} are in {file}"
+        self.summary = f"the {data.horizon} rows after {data.input} are in {file}"
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

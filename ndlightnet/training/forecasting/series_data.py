@@ -1,4 +1,4 @@
-"""Windows of an hourly series."""
+"""Windows of a regular series."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.series.hourly_series import DAY, HOUR, MONTHS_12_4_4, Windows, read_series, scale_of, time_features
+from ndlightnet.data.series.regular_series import Series, Windows, read_series, scale_of, time_features
 from ndlightnet.training.core.data_module import DataModule
+from ndlightnet.training.core.options import check
 
 
 class SeriesData(DataModule):
-    """Windows of an hourly series, as ndlightnet.data.series.hourly_series reads it.
+    """Windows of a regular series, as ndlightnet.data.series.regular_series reads it.
 
     Args:
         root: the folder. file: a CSV or CSV.gz in it.
         columns: columns that are read and forecast; default: all.
-        input_length, horizon: hours of input, and hours after them that are forecast.
-        split: the rows where training, validation and test end.
+        input_length, horizon: rows of input, and rows after them that are forecast.
+        split: where training, validation and test end: rows, or fractions of all rows.
+        fill_gaps: whether rows that are missing are put on a line between their neighbours; else they are an error.
         batch_size: windows per batch.
         workers: processes that prepare batches.
-        input: for predict: a file, whose last hours are the input.
+        input: for predict: a file, whose last rows are the input.
     """
 
     def __init__(
@@ -33,16 +35,19 @@ class SeriesData(DataModule):
         columns: list[str] | None = None,
         input_length: int = 336,
         horizon: int = 720,
-        split: tuple[int, int, int] = MONTHS_12_4_4,
+        split: tuple[float, float, float] = (0.7, 0.8, 1.0),
+        fill_gaps: bool = False,
         batch_size: int = 32,
         workers: int = 2,
         input: str | None = None,
     ) -> None:
         super().__init__(root, batch_size, workers, input)
         self.file, self.chosen_columns = file, columns
-        self.input_length, self.horizon, self.split = input_length, horizon, split
-        # from the file or the checkpoint: names, mean and std of the training rows
+        self.input_length, self.horizon, self.split, self.fill_gaps = input_length, horizon, split, fill_gaps
+        check("data.split", split, 0 < split[0] < split[1] < split[2], "three numbers in order, rows or fractions")
+        # from the file or the checkpoint: names, step, mean and std of the training rows
         self.columns: tuple[str, ...] = ()
+        self.step = ""
         self.scale: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -51,26 +56,32 @@ class SeriesData(DataModule):
 
     def setup(self, stage: str) -> None:
         length, horizon = self.input_length, self.horizon
-        if length < DAY or horizon < 1:
-            raise DataError(
-                f"input_length={length}, horizon={horizon}: expected a day of {DAY} hours or more, and 1 or more"
-            )
+        if length < 1 or horizon < 1:
+            raise DataError(f"input_length={length}, horizon={horizon}: expected 1 row or more")
         if stage == "predict":
             return  # names and scale come with the checkpoint
         super().setup(stage)
         path = self.source
-        series = read_series(path, self.chosen_columns)
-        rows, (first, second, last) = len(series.values), self.split
+        self.series = self._read(path, self.chosen_columns)
+        values, rows = self.series.values, len(self.series.values)
+        first, second, last = (round(end * rows) if self.split[2] <= 1 else int(end) for end in self.split)
         if rows < last:
             raise DataError(f"{path}: {rows} rows, expected {last} or more, as split={self.split}")
-        self.columns, self.start = series.columns, series.start
-        self.scale = scale_of(series.values[:first])
-        values, times = self.scaled(series.values), time_features(series.start, rows)
+        self.columns, self.step = self.series.columns, self.series.step.offset.freqstr
+        self.scale = scale_of(values[:first])
+        scaled, times = self.scaled(values), time_features(self.series.dates)
         self.train_set, self.val_set, self.test_set = (
-            Windows(values, times, a, b, length, horizon) for a, b in ((0, first), (first, second), (second, last))
+            Windows(scaled, times, a, b, length, horizon) for a, b in ((0, first), (first, second), (second, last))
         )
         if not all(map(len, (self.train_set, self.val_set, self.test_set))):
             raise DataError(f"{path}: split={self.split} has no room for input_length={length} and horizon={horizon}")
+
+    def _read(self, path: str | Path, columns: list[str] | tuple[str, ...] | None) -> Series:
+        series = read_series(path, columns, self.fill_gaps)
+        if self.input_length < series.step.season:
+            season = f"a season of {series.step.season} rows or more, in steps of {series.step.offset.freqstr}"
+            raise DataError(f"{path}: input_length={self.input_length}, expected {season}")
+        return series
 
     def scaled(self, values: Tensor) -> Tensor:
         """Scale (..., columns) float64 as in the file to float32 for the network."""
@@ -86,17 +97,19 @@ class SeriesData(DataModule):
 
     def predict_dataloader(self) -> Any:
         file = self.check_input("a CSV file to go on from", bool(self.columns))
-        series = read_series(file, self.columns)
-        before = len(series.values) - self.input_length
-        if before < 0:
-            raise DataError(f"{file}: {len(series.values)} rows, expected input_length={self.input_length} or more")
-        self.start = series.start + before * HOUR
-        times = time_features(self.start, self.input_length + self.horizon)
-        window: Any = [(self.scaled(series.values[before:]), times)]
+        self.series = self._read(file, self.columns)
+        step, rows = self.series.step.offset.freqstr, len(self.series.values)
+        if step != self.step:
+            raise DataError(f"{file}: in steps of {step}, expected {self.step}, as in training")
+        if rows < self.input_length:
+            raise DataError(f"{file}: {rows} rows, expected input_length={self.input_length} or more")
+        self.first = rows - self.input_length
+        times = time_features(self.series.dates_from(self.first, self.input_length + self.horizon))
+        window: Any = [(self.scaled(self.series.values[self.first :]), times)]
         return DataLoader(window)
 
     def names(self) -> dict[str, list[str]]:
-        return {"columns": list(self.columns)}
+        return {"columns": list(self.columns), "step": [self.step] if self.step else []}
 
     def set_names(self, names: dict[str, list[str]]) -> None:
-        self.columns = tuple(names["columns"])
+        self.columns, self.step = tuple(names["columns"]), "".join(names["step"])

@@ -2,22 +2,24 @@
 
 import json
 import re
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+import yaml
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.series.hourly_series import Series, read_series, write_series
+from ndlightnet.data.series.regular_series import read_series, write_series
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.training import ForecastTask, SeriesData
 from tests.training.conftest import fit_and_test, last, launcher, set_up
 
-START, HOUR = datetime(2020, 1, 1, 5), timedelta(hours=1)
+START = datetime(2020, 1, 1, 5)
 SPLIT = (500, 600, 720)
 CONFIG = """
 seed_everything: 0
@@ -37,18 +39,27 @@ data:
 """
 
 
-def days(rows: int = 750) -> Series:
+def dates(rows: int) -> pd.DatetimeIndex:
+    return pd.date_range(START, periods=rows, freq="h")
+
+
+def days(rows: int = 750) -> torch.Tensor:
     """Two columns of a daily pattern, different hours of it, and noise of 0.3 of its deviation."""
     rng = np.random.default_rng(0)
     turn = 2 * np.pi * (np.arange(rows)[:, None] / 24 + np.array([0.0, 0.3]))
     values = np.array([10.0, -3.0]) + np.array([4.0, 0.5]) * (np.sin(turn) * 2**0.5 + 0.3 * rng.normal(size=(rows, 2)))
-    return Series(("A", "OT"), START, torch.from_numpy(values))
+    return torch.from_numpy(values)
+
+
+def write_days(path: Path, values: torch.Tensor, columns: tuple[str, ...] = ("A", "OT")) -> Path:
+    write_series(path, columns, dates(len(values)), values)
+    return path
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("series")
-    write_series(folder / "hours.csv", days())
+    write_days(folder / "hours.csv", days())
     return folder
 
 
@@ -85,7 +96,7 @@ def opened(folder: Path, **options) -> SeriesData:
 def test_scaled_by_the_training_rows_alone(folder, tmp_path, close):
     values = read_series(folder / "hours.csv").values
     values[500:] = torch.rand(250, 2) * 1e4
-    write_series(tmp_path / "hours.csv", Series(("A", "OT"), START, values))
+    write_days(tmp_path / "hours.csv", values)
     plain, changed = opened(folder), opened(tmp_path)
     mean, deviation = plain.scale
     close(mean, values[:500].mean(0), 1e-12)
@@ -102,7 +113,7 @@ def test_an_input_ends_where_its_target_begins(folder, tmp_path):
     """What a test window is asked for can be anything: its input stays, and the forecast."""
     values, first = read_series(folder / "hours.csv").values, 600
     values[first:] += 100
-    write_series(tmp_path / "hours.csv", Series(("A", "OT"), START, values))
+    write_days(tmp_path / "hours.csv", values)
     window, changed = (opened(place).test_set[0] for place in (folder, tmp_path))
     assert all(torch.equal(window[i], changed[i]) for i in (0, 1)) and (changed[2] > window[2] + 10).all()
     for split, end in (("val_set", 600), ("test_set", 720)):
@@ -123,8 +134,8 @@ def test_metrics_by_hand(trained, folder):
         with torch.no_grad():
             guess = net(torch.tensor(before[None]).float(), data.test_set[i][1][None])[0].numpy()
         day = np.arange(30) % 24
-        simple = {"last_value": before[-1:], "last_day": before[-24:][day]}
-        simple["mean_day"] = (before[:24] + before[24:])[day] / 2
+        simple = {"last_value": before[-1:], "last_season": before[-24:][day]}
+        simple["mean_season"] = (before[:24] + before[24:])[day] / 2
         for name, y in {"net": guess, **simple}.items():
             differences.setdefault(name, []).append(y - after)
     for name, errors in differences.items():
@@ -149,23 +160,23 @@ def test_a_daily_pattern_is_learnt(trained):
     adds the noise of the day repeated to it, that of the mean of two days half of it."""
     metrics = json.loads((trained / "metrics.json").read_text())
     assert metrics["last_value"]["mse"] > 0.5
-    assert metrics["last_day"]["mse"] == pytest.approx(2 * 0.083, rel=0.2)
-    assert metrics["mean_day"]["mse"] == pytest.approx(1.5 * 0.083, rel=0.2)
-    assert 0.06 < metrics["mse"] < 0.85 * metrics["last_day"]["mse"]
+    assert metrics["last_season"]["mse"] == pytest.approx(2 * 0.083, rel=0.2)
+    assert metrics["mean_season"]["mse"] == pytest.approx(1.5 * 0.083, rel=0.2)
+    assert 0.06 < metrics["mse"] < 0.85 * metrics["last_season"]["mse"]
 
 
 @pytest.mark.slow
 def test_predict(foresee, trained, folder, tmp_path, close):
     """In the file's units, of the hours after its end, without the training data; columns may come
     in another order, beside others."""
-    series = days(200)
-    swapped = torch.stack([series.values[:, 1], series.values[:, 0] * 0, series.values[:, 0]], 1)
-    write_series(tmp_path / "now.csv", Series(("OT", "B", "A"), START, swapped))
+    values = days(200)
+    swapped = torch.stack([values[:, 1], values[:, 0] * 0, values[:, 0]], 1)
+    write_days(tmp_path / "now.csv", swapped, ("OT", "B", "A"))
     places = {"out": tmp_path / "out", "input": tmp_path / "now.csv", "root": "/gone"}
     file = tmp_path / "out" / "predictions" / "now.csv"
     assert str(file) in foresee("predict", **places, ckpt=last(trained)).well().out
     predicted = read_series(file)
-    assert (predicted.columns, predicted.start) == (("A", "OT"), START + 200 * HOUR)
+    assert predicted.columns == ("A", "OT") and (predicted.dates == dates(230)[200:]).all()
     assert predicted.values.shape == (30, 2)
     data = opened(folder)
     inputs = read_series(tmp_path / "now.csv", ["A", "OT"]).values[-48:]
@@ -175,7 +186,7 @@ def test_predict(foresee, trained, folder, tmp_path, close):
         net, times = net_of(last(trained)), windows[len(windows) - 1][1]
         guess = net(data.scaled(inputs)[None], times[None])
     close(predicted.values, data.unscaled(guess[0]), 1e-5)
-    truth = days(230).values[200:]
+    truth = days(230)[200:]
     assert ((predicted.values - truth).abs().mean(0) < truth.std(0)).all()
     assert matplotlib.image.imread(file.with_suffix(".png")).std() > 0.05
 
@@ -190,7 +201,12 @@ def test_predict(foresee, trained, folder, tmp_path, close):
         ({"horizon": 101}, {}, "{root}/hours.csv: split=(500, 600, 720) has no room"),
         ({}, {"label_length": 49}, "input_length=48: shorter than"),
         ({}, {"period": 49}, "input_length=48: shorter than the network's period=49"),
-        ({"input_length": 23}, {}, "input_length=23, horizon=30: expected a day"),
+        (
+            {"input_length": 23},
+            {},
+            "{root}/hours.csv: input_length=23, expected a season of 24 rows or more, in steps of h",
+        ),
+        ({"horizon": 0}, {}, "input_length=48, horizon=0: expected 1 row or more"),
     ],
 )
 def test_what_does_not_fit_the_data(folder, options, net, text):
@@ -199,19 +215,50 @@ def test_what_does_not_fit_the_data(folder, options, net, text):
         set_up(task, series_data(folder, **options))
 
 
+def test_a_split_by_fractions(folder):
+    data = opened(folder, split=(0.5, 0.8, 1.0))
+    assert [part.starts.stop - 1 + 78 for part in (data.train_set, data.val_set, data.test_set)] == [375, 600, 750]
+    for split in ((0.5, 0.5, 1.0), (0, 5, 9)):
+        with pytest.raises(DataError, match=r"data.split: .*expected three numbers in order"):
+            series_data(folder, split=split)
+
+
 def test_what_predict_needs(folder, tmp_path):
-    write_series(tmp_path / "short.csv", days(47))
-    write_series(tmp_path / "other.csv", Series(("OT",), START, days().values[:, :1]))
+    write_days(tmp_path / "short.csv", days(47))
+    write_series(tmp_path / "daily.csv", ("A", "OT"), pd.date_range(START, periods=60), days(60))
+    write_days(tmp_path / "other.csv", days()[:, :1], ("OT",))
     for name, columns, text in (
         ("short.csv", (), "--ckpt_path: predict expects"),
         (None, ("A", "OT"), "data.input: expected a CSV file"),
         ("short.csv", ("A", "OT"), f"{tmp_path}/short.csv: 47 rows, expected input_length=48"),
         ("other.csv", ("A", "OT"), f"{tmp_path}/other.csv: has no column A"),
+        ("daily.csv", ("A", "OT"), f"{tmp_path}/daily.csv: in steps of D, expected h, as in training"),
     ):
         data = series_data(folder, input=name and str(tmp_path / name))
-        data.set_names({"columns": columns})
+        data.set_names({"columns": columns, "step": ["h"]})
         with pytest.raises(DataError, match=f"^{text}"):
             data.predict_dataloader()
+
+
+FILES = {  # of data sets that are not here: first date, step, rows, form of dates, windows of 720 rows to test
+    "ettm1": ("2016-07-01", "15min", 69680, "%Y-%m-%d %H:%M:%S", 10801),
+    "weather": ("2010-01-01", "h", 35064, "%Y-%m-%d %H:%M:%S", 6294),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_the_form_of_a_config(tmp_path, name):
+    start, freq, rows, form, windows = FILES[name]
+    config = yaml.safe_load((Path(__file__).parents[3] / f"configs/{name}.yaml").read_text())
+    options, net = config["data"]["init_args"], config["model"]["net"]["init_args"]
+    table = pd.DataFrame(np.random.default_rng(0).normal(size=(rows, net["in_chans"])).round(3))
+    table.index = pd.date_range(start, periods=rows, freq=freq, name="date").strftime(form)
+    table.to_csv(tmp_path / options["file"])
+    data = SeriesData(**options | {"root": str(tmp_path), "workers": 0})
+    set_up(ForecastTask(Forecaster(**net)), data)
+    assert len(data.test_set) == windows and data.series.step.season == net["period"]
+    assert data.series.step.offset == pd.tseries.frequencies.to_offset(freq)
 
 
 @pytest.mark.slow

@@ -1,23 +1,29 @@
-"""Hourly series: reading, damage, the split's windows, scaling, time features, simple forecasts."""
+"""Regular series: reading, steps, damage, windows, scaling, time features, simple forecasts."""
 
 import gzip
 from datetime import datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
-from ndlightnet.data.series import hourly_series as hourly
-from ndlightnet.data.series.hourly_series import HOUR, Series, Windows, read_series, time_features, write_series
+from ndlightnet.data.series import regular_series
+from ndlightnet.data.series.regular_series import Windows, read_series, time_features, write_series
 
 from ..refusals import refuses
 
 START = datetime(2016, 2, 28, 22)
 
 
+def dates(rows=30, freq="h", start=START):
+    return pd.date_range(start, periods=rows, freq=freq)
+
+
 def text(rows=30):
-    lines = [f"{START + i * HOUR:%Y-%m-%d %H:%M:%S},{i},{i + 0.5},-{i}" for i in range(rows)]
+    lines = [f"{date:%Y-%m-%d %H:%M:%S},{i},{i + 0.5},-{i}" for i, date in enumerate(dates(rows))]
     return "\n".join(["date,A,B,OT", *lines]) + "\n"
 
 
@@ -25,7 +31,8 @@ def test_reading(tmp_path):
     path = tmp_path / "hours.csv"
     path.write_text(text())
     series = read_series(path)
-    assert (series.columns, series.start) == (("A", "B", "OT"), START)
+    assert series.columns == ("A", "B", "OT") and (series.dates == dates()).all()
+    assert (series.dates_from(28, 5) == dates(33)[28:]).all() and (series.dates_from(2, 5) == dates()[2:7]).all()
     assert series.values.shape == (30, 3) and series.values.dtype == torch.float64
     assert series.values[7].tolist() == [7.0, 7.5, -7.0]
     some = read_series(path, ["OT", "A"])
@@ -37,19 +44,22 @@ def test_reading(tmp_path):
 def test_written_files_are_read_again_and_hold_no_formulas(tmp_path):
     values = torch.randn(50, 5, dtype=torch.float64) * 1000
     values[0] = -1.5
-    write_series(tmp_path / "x.csv", Series(("=A", "-B", "@", "'c", "d"), START, values))
+    write_series(tmp_path / "x.csv", ("=A", "-B", "@", "'c", "d"), dates(50), values)
     head, line, *_ = (tmp_path / "x.csv").read_text().splitlines()
     assert head == "date,'=A,'-B,'@,'c,d" and line.endswith(",-1.5,-1.5,-1.5,-1.5,-1.5")
     read = read_series(tmp_path / "x.csv")
-    assert (read.columns, read.start) == (("=A", "-B", "@", "'c", "d"), START)
+    assert read.columns == ("=A", "-B", "@", "'c", "d") and (read.dates == dates(50)).all()
     assert ((read.values - values).abs() <= 5e-6 * values.abs()).all()  # six digits are written
 
 
-HEADLESS = {"empty": "", "no rows": "date,A\n", "no date": "time,A\n1,2\n"}
+HEADLESS = {"empty": "", "no rows": "date,A\n", "one row": "date,A\n2016-07-01,2\n", "no date": "time,A\n1,2\n3,4\n"}
 DAMAGE = {
     **{name: (content, "expected a header") for name, content in HEADLESS.items()},
-    "a gap": (text().replace("2016-02-29 03:00:00", "2016-02-29 04:00:00"), r"line 7: .*03:00"),
-    "another date": (text().replace("2016-02-28 23:00:00", "28.2.2016 23:00"), r"line 3: .*28\.2"),
+    "a gap": (
+        text().replace("2016-02-29 03:00:00", "2016-02-29 04:00:00"),
+        r"line 7: got 2016-02-29 04:00:00 where 2016-02-29 03:00:00",
+    ),
+    "another date": (text().replace("2016-02-28 23:00:00", "28.2.2016 23:00"), r"line 3: .*like 2016-07-01 .*28\.2"),
     "a word": (text().replace(",7.5,", ",much,"), r"line 9: .*3 numbers, .*much"),
     "a short line": (text().replace(",7.5,", ","), r"line 9: "),
     "not a number": (text().replace(",7.5,", ",nan,"), r"line 9: .*not finite"),
@@ -80,7 +90,7 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 30])
+@pytest.mark.parametrize("rows", [2, 30])
 @pytest.mark.parametrize("name", GOOD)
 def test_good_tables(tmp_path, name, rows):
     """Against the lines, split by hand."""
@@ -91,7 +101,7 @@ def test_good_tables(tmp_path, name, rows):
     read = read_series(tmp_path / name)
     assert read.columns == tuple(head.strip().replace('"', "").split(",")[1:])
     expected = [[float(x) for x in line.split(",")[1:]] for line in lines if line.strip()]
-    assert read.values.tolist() == expected and read.start == START
+    assert read.values.tolist() == expected and (read.dates == dates(rows)).all()
 
 
 @pytest.mark.parametrize(
@@ -110,21 +120,96 @@ def test_bytes_that_are_no_series(tmp_path, content):
         refuses(lambda path=path: read_series(path), path)
 
 
+STEPS = {  # pandas' name for a step, a first date, and the rows of a season
+    "10min": ("2020-01-14 00:10", 144),
+    "15min": ("2016-07-14", 96),
+    "h": ("2016-07-01", 24),
+    "5h": ("2016-07-01", 1),
+    "D": ("2015-12-25", 7),
+    "B": ("2015-12-25", 5),
+    "W-SUN": ("2015-12-20", 52),
+    "MS": ("2015-12-01", 12),
+    "ME": ("2015-11-30", 12),
+    "QS": ("2015-10-01", 4),
+    "YS": ("2012-01-01", 1),
+}
+FORMS = {
+    "iso": "%Y-%m-%dT%H:%M:%S",
+    "zone": "%Y-%m-%d %H:%M:%S+02:00",
+    "day first": "%d/%m/%Y %H:%M",
+    "month first": "%m/%d/%Y %H:%M",
+    "named": "%d %b %Y %H:%M",
+}
+
+
+def write_dates(path, when, form="%Y-%m-%d %H:%M:%S"):
+    path.write_text("date,A\n" + "".join(f"{date.strftime(form)},{number}\n" for number, date in enumerate(when)))
+    return path
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("freq", STEPS)
+def test_steps_are_inferred(tmp_path, freq, form):
+    start, season = STEPS[freq]
+    when = dates(60, freq, start)
+    read = read_series(write_dates(tmp_path / "x.csv", when, FORMS[form]))
+    assert (read.dates == when).all() and read.step.season == season
+    assert (read.dates_from(58, 30) == dates(88, freq, start)[58:]).all()
+
+
+def test_summer_time_is_read_in_utc(tmp_path):
+    lines = [
+        date.tz_localize("UTC").tz_convert("Europe/Paris").isoformat() for date in dates(30, "h", "2016-03-26 12:00")
+    ]
+    assert {line[-6:] for line in lines} == {"+01:00", "+02:00"}
+    (path := tmp_path / "x.csv").write_text("date,A\n" + "".join(f"{line},1\n" for line in lines))
+    assert (read_series(path).dates == dates(30, "h", "2016-03-26 12:00")).all()
+
+
+def test_dates_that_may_be_read_two_ways_are_refused(tmp_path):
+    for form in ("%m/%d/%Y", "%d/%m/%Y"):
+        path = write_dates(tmp_path / "x.csv", [datetime(2016, n, n) for n in (1, 2)], form)
+        assert len(read_series(path).dates) == 2  # both ways are one
+    path = write_dates(
+        tmp_path / "x.csv", [datetime(2016, 1, 2), datetime(2016, 2, 2), datetime(2016, 3, 2)], "%m/%d/%Y"
+    )
+    refuses(lambda: read_series(path), path, r"'01/02/2016' may have the month or the day first, expected dates like")
+
+
+def test_gaps_are_refused_or_filled(tmp_path):
+    when = dates(40, "15min").delete([3, 4, 20])
+    path = write_dates(tmp_path / "x.csv", when)
+    refuses(
+        lambda: read_series(path), path, "line 5: got 2016-02-28 23:15:00 where 2016-02-28 22:45:00 comes, as in steps"
+    )
+    read = read_series(path, fill_gaps=True)
+    assert (read.dates == dates(40, "15min")).all()
+    assert read.values[:7, 0].tolist() == pytest.approx([0, 1, 2, 2 + 1 / 3, 2 + 2 / 3, 3, 4])
+    for wrong in (
+        when.insert(5, when[4]),
+        when[[1, 0, *range(2, 30)]],
+        when.insert(3, when[2] + pd.Timedelta(minutes=7)),
+    ):
+        path = write_dates(tmp_path / "x.csv", wrong)
+        refuses(partial(read_series, path, fill_gaps=True), path, r"line \d: got 2016-02-28")
+
+
 def test_time_features_of_known_dates():
     """2016 is a leap year, 1 March 2016 a Tuesday and its day 61."""
-    features = time_features(datetime(2016, 3, 1, 0), 25)
+    features = time_features(dates(25, start="2016-03-01"))
     assert features.shape == (25, 4) and features.dtype == torch.float32
     assert features[0].tolist() == pytest.approx([-0.5, 1 / 6 - 0.5, -0.5, 60 / 365 - 0.5])
     assert features[23].tolist() == pytest.approx([0.5, 1 / 6 - 0.5, -0.5, 60 / 365 - 0.5])
     assert features[24].tolist() == pytest.approx([-0.5, 2 / 6 - 0.5, 1 / 30 - 0.5, 61 / 365 - 0.5])
-    last = time_features(datetime(2016, 12, 31, 23), 1)[0]
+    last = time_features(dates(1, start="2016-12-31 23:00"))[0]
     assert last.tolist() == pytest.approx([0.5, 5 / 6 - 0.5, 0.5, 0.5])
+    assert time_features(dates(1, start="2016-12-31 11:30"))[0, 0] == 0
 
 
 def test_scale(close):
     values = torch.randn(100, 3, dtype=torch.float64) * 5 + 2
     values[:, 1] = 7
-    mean, deviation = hourly.scale_of(values)
+    mean, deviation = regular_series.scale_of(values)
     close(mean, values.sum(0) / 100, 1e-12)
     square = (values - mean).square().sum(0) / 100
     close(deviation, torch.stack([square[0].sqrt(), torch.ones_like(square[1]), square[2].sqrt()]), 1e-12)
@@ -139,8 +224,7 @@ def windows_of(rows, first, last, length, horizon):
 @pytest.mark.parametrize("horizon, counts", [(96, (8209, 2785, 2785)), (720, (7585, 2161, 2161))])
 def test_windows_of_the_usual_split(horizon, counts):
     """Training targets lie in rows 336 to 8639, those to test in 11520 to 14399, all of them."""
-    ends = (0, *hourly.MONTHS_12_4_4)
-    assert ends == (0, 8640, 11520, 14400)
+    ends = (0, 8640, 11520, 14400)
     assert [len(windows_of(rows, 0, rows, 6, 4)) for rows in (3, 9, 10, 13)] == [0, 0, 1, 4]
     splits = [windows_of(17420, a, b, 336, horizon) for a, b in pairwise(ends)]
     assert tuple(map(len, splits)) == counts
@@ -153,22 +237,22 @@ def test_windows_of_the_usual_split(horizon, counts):
             assert torch.equal(times[:, 3], torch.cat([values, target])[:, 0])
 
 
-@pytest.mark.parametrize("length", [24, 30, 71, 72])
-def test_simple_forecasts(length):
+@pytest.mark.parametrize("length, season", [(24, 24), (30, 24), (71, 24), (72, 24), (10, 7), (3, 1)])
+def test_simple_forecasts(length, season):
     values = torch.randn(2, length, 3)
-    forecasts = hourly.simple_forecasts(values, 50)
-    assert list(forecasts) == ["last_value", "last_day", "mean_day"]
-    for hour in range(50):
-        back = length - 24 + hour % 24
-        days = [values[:, row] for row in range(back, -1, -24)][: length // 24]
-        assert torch.equal(forecasts["last_value"][:, hour], values[:, -1])
-        assert torch.equal(forecasts["last_day"][:, hour], values[:, back])
-        assert torch.allclose(forecasts["mean_day"][:, hour], sum(days) / len(days), atol=1e-6)
+    forecasts = regular_series.simple_forecasts(values, 50, season)
+    assert list(forecasts) == ["last_value", "last_season", "mean_season"]
+    for step in range(50):
+        back = length - season + step % season
+        seasons = [values[:, row] for row in range(back, -1, -season)][: length // season]
+        assert torch.equal(forecasts["last_value"][:, step], values[:, -1])
+        assert torch.equal(forecasts["last_season"][:, step], values[:, back])
+        assert torch.allclose(forecasts["mean_season"][:, step], sum(seasons) / len(seasons), atol=1e-6)
 
 
 def test_errors_by_hand():
     prediction = torch.tensor([[[1.0, 2.0]], [[0.0, 0.0]]])
     target = torch.tensor([[[2.0, 5.0]], [[0.0, -4.0]]])
-    errors = hourly.window_errors(prediction, target)
+    errors = regular_series.window_errors(prediction, target)
     assert errors.dtype == torch.float64 and errors.tolist() == [[5.0, 2.0], [8.0, 2.0]]
-    assert hourly.mean_errors(errors) == {"mse": 6.5, "mae": 2.0}
+    assert regular_series.mean_errors(errors) == {"mse": 6.5, "mae": 2.0}

@@ -1,0 +1,214 @@
+"""Regular series of several columns, such as ETT: reading, scaling, windows.
+
+A file is a CSV (or CSV.gz) with a header `date,NAME,NAME,...` and rows at equal steps, of minutes, hours, days, working
+days, weeks or months: `2016-07-01 00:00:00,5.827,...`. Blank lines at its end do not count. (Numbers are not read by
+pandas: it would take a damaged row for text or NaN, and errors could not name its line.)
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from ndlightnet.data.errors import DataError, cell, check_unique, readable
+
+DATES = "%Y-%m-%d %H:%M:%S"
+DAY = pd.Timedelta(days=1)
+
+
+class Step(NamedTuple):
+    """The distance of two rows. offset: pandas' own for it. season: rows after which a series usually repeats: a day of
+    parts of one, a week of days, a year of weeks or months; 1 for others."""
+
+    offset: Any
+    season: int
+
+
+@dataclass(frozen=True)
+class Series:
+    """A regular series: values (rows, columns) float64 at `dates`."""
+
+    columns: tuple[str, ...]
+    dates: pd.DatetimeIndex
+    step: Step
+    values: Tensor
+
+    def dates_from(self, first: int, rows: int) -> pd.DatetimeIndex:
+        """Return the dates of `rows` rows from number `first` on, which may lie after the series."""
+        more = max(0, first + rows - len(self.dates))
+        later = pd.date_range(self.dates[-1], periods=more + 1, freq=self.step.offset)[1:]
+        return pd.DatetimeIndex(self.dates.append(later)[first : first + rows])
+
+
+def read_series(path: str | Path, columns: Sequence[str] | None = None, fill_gaps: bool = False) -> Series:
+    """Read all columns of a file, or `columns` in that order. fill_gaps: rows that are missing are put on a line
+    between their neighbours; else they are an error. DataError says what is wrong."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    with readable(path), opened(path, "rt", newline="", encoding="utf-8-sig") as file:
+        rows = list(csv.reader(file))
+    header = rows.pop(0) if rows else []
+    # undo the quoting of `write_series`
+    header = [name[1:] if name == cell(name[1:]) else name for name in header]
+    while rows and not rows[-1]:
+        rows.pop()
+    if len(header) == 1 and ";" in header[0]:
+        raise DataError(f"{path}: has semicolons between its columns, expected commas")
+    if header[:1] != ["date"] or len(header) < 2 or len(rows) < 2:
+        raise DataError(f"{path}: expected a header date,NAME,... and two rows or more below it")
+    names = tuple(columns or header[1:])
+    check_unique(path, header)
+    check_unique(f"columns={[*names]}", names)
+    if missing := [name for name in names if name not in header[1:]]:
+        raise DataError(f"{path}: has no column {', '.join(missing)}, but {', '.join(header[1:])}")
+    places = [header.index(name) for name in names]
+    values = []
+    for line, row in enumerate(rows, 2):
+        try:
+            if len(row) != len(header):
+                raise ValueError
+            values.append([float(row[place]) for place in places])
+        except ValueError:
+            expected = f"expected a date and {len(header) - 1} numbers, got {','.join(row)[:80]!r}"
+            raise DataError(f"{path}: line {line}: {expected}") from None
+        if not all(map(math.isfinite, values[-1])):
+            raise DataError(f"{path}: line {line}: a number that is not finite")
+    dates, every, step = _regular(path, [row[0] for row in rows], fill_gaps)
+    table = pd.DataFrame(values, index=dates).reindex(every).interpolate("time")
+    return Series(names, every, step, torch.tensor(table.to_numpy(), dtype=torch.float64))
+
+
+def _regular(path: Path, texts: list[str], fill_gaps: bool) -> tuple[pd.DatetimeIndex, pd.DatetimeIndex, Step]:
+    """Return the dates of all lines, those from the first to the last at the step of most of them, and this step."""
+    readings = [_parse(texts, **options) for options in ({"format": "ISO8601"}, {}, {"dayfirst": True})]
+    complete = [dates for dates in readings if not dates.hasnans]
+    if not complete:
+        line = int(min(readings, key=lambda dates: len(dates) - len(dates.dropna())).isna().argmax())
+        raise DataError(f"{path}: line {line + 2}: expected a date like 2016-07-01 00:00:00, got {texts[line][:40]!r}")
+    plans = [(dates, *_plan(dates)) for dates in (complete[:1] if complete[0] is readings[0] else complete)]
+    regular = [plan for plan in plans if len(plan[0]) == len(plan[1]) and (plan[0] == plan[1]).all()]
+    if len(regular) > 1 and (regular[0][0] != regular[1][0]).any():
+        raise DataError(f"{path}: {texts[0]!r} may have the month or the day first, expected dates like 2016-07-01")
+    dates, every, step = (regular or plans)[0]
+    if regular or (fill_gaps and dates.is_monotonic_increasing and dates.is_unique and dates.isin(every).all()):
+        return dates, every, step
+    lines = min(len(dates), len(every))
+    line = int((dates[:lines] != every[:lines]).argmax()) if (dates[:lines] != every[:lines]).any() else lines
+    expected = (
+        f"{every[line]:{DATES}} comes, as in steps of {step.offset.freqstr}" if line < len(every) else "none comes"
+    )
+    raise DataError(f"{path}: line {line + 2}: got {texts[line]} where {expected}")
+
+
+def _parse(texts: list[str], **options: Any) -> pd.DatetimeIndex:
+    """Return dates without a time zone: as they are written, or in UTC where the zone changes, as in summer."""
+    with warnings.catch_warnings():  # of forms that pandas guesses date by date
+        warnings.simplefilter("ignore")
+        try:
+            dates = pd.to_datetime(pd.Index(texts), errors="coerce", **options)
+        except ValueError:
+            dates = pd.to_datetime(pd.Index(texts), errors="coerce", utc=True, **options)
+    return pd.DatetimeIndex(dates).tz_localize(None)
+
+
+def _plan(dates: pd.DatetimeIndex) -> tuple[pd.DatetimeIndex, Step]:
+    """Return the dates from the first to the last at the step that fits most, and this step."""
+    common = pd.Series(dates[1:] - dates[:-1]).mode()[0]
+    common = max(common, pd.Timedelta(seconds=1))
+    seasons = {DAY: 7, 7 * DAY: 52}
+    season = DAY // common if common < DAY and DAY % common == pd.Timedelta(0) else seasons.get(common, 1)
+    days = common % DAY == pd.Timedelta(0)
+    steps = [Step(pd.offsets.Day(common // DAY) if days else pd.tseries.frequencies.to_offset(common), season)]
+    if months := round(common / (30.4 * DAY)):
+        ends = bool(dates.is_month_end.all())
+        offset = pd.offsets.MonthEnd(months) if ends else pd.DateOffset(months=months)
+        steps.append(Step(offset, 1 if 12 % months else 12 // months))
+    elif common == DAY and (dates.day_of_week < 5).all():
+        steps.append(Step(pd.offsets.BDay(), 5))
+    plans = [(pd.date_range(dates[0], dates[-1], freq=step.offset), step) for step in steps]
+    return max(plans, key=lambda plan: (int(dates.isin(plan[0]).sum()), -len(plan[0])))
+
+
+def write_series(path: Path, columns: Sequence[str], dates: pd.DatetimeIndex, values: Tensor) -> None:
+    """Write a file that `read_series` reads."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["date", *map(cell, columns)])
+        for date, row in zip(dates, values.tolist(), strict=True):
+            writer.writerow([date.strftime(DATES), *(f"{value:.6g}" for value in row)])
+
+
+def time_features(dates: pd.DatetimeIndex) -> Tensor:
+    """Return the place of each date in its day, week, month and year, from -0.5 to 0.5: (rows, 4) float32 (Informer's
+    features of an hourly series; minutes are fractions of an hour)."""
+    places = (dates.hour + dates.minute / 60, dates.day_of_week, dates.day - 1, dates.day_of_year - 1)
+    columns = [torch.tensor(place.to_numpy(dtype="float32", copy=True)) for place in places]
+    return torch.stack(columns, 1) / torch.tensor([23, 6, 30, 365]) - 0.5
+
+
+def scale_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation (columns,) of values (rows, columns). A column that does
+    not change has a standard deviation of 1."""
+    std = values.std(0, correction=0)
+    return values.mean(0), torch.where(std > 0, std, 1.0)
+
+
+class Windows(torch.utils.data.Dataset[tuple[Tensor, Tensor, Tensor, int]]):
+    """Windows of a series: item i is (values (input_length, columns), times (input_length +
+    horizon, 4), target (horizon, columns), i).
+
+    These are all windows whose target lies in the rows [first, last); their input may begin before
+    `first`. `values` (rows, columns) and `times` (rows, 4) are those of the whole series.
+    """
+
+    def __init__(self, values: Tensor, times: Tensor, first: int, last: int, input_length: int, horizon: int) -> None:
+        self.values, self.times = values, times
+        self.input_length, self.length = input_length, input_length + horizon
+        self.starts = range(max(0, first - input_length), last - self.length + 1)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor, int]:
+        start = self.starts[index]
+        rows, now = slice(start, start + self.length), self.input_length
+        values = self.values[rows]
+        return values[:now], self.times[rows], values[now:], index
+
+
+def simple_forecasts(values: Tensor, horizon: int, season: int) -> dict[str, Tensor]:
+    """Return baseline forecasts, each (batch, horizon, columns), from values (batch, input_length, columns): the last
+    value, the last season and the mean season, repeated. season: rows of one, at most input_length."""
+    length = values.shape[1]
+    rows = torch.arange(horizon) % season
+    # seasons are counted back from the end of the input: row r of the forecast is row r of a season
+    seasons = values[:, length % season :].unflatten(1, (-1, season))
+    return {
+        "last_value": values[:, -1:].expand(-1, horizon, -1),
+        "last_season": seasons[:, -1, rows],
+        "mean_season": seasons.mean(1)[:, rows],
+    }
+
+
+def window_errors(prediction: Tensor, target: Tensor) -> Tensor:
+    """Return mean square and mean absolute error of each window: (batch, horizon, columns) -> (batch, 2) float64."""
+    difference = prediction.double() - target.double()
+    return torch.stack([difference.square().mean((1, 2)), difference.abs().mean((1, 2))], -1)
+
+
+def mean_errors(windows: Iterable[Tensor]) -> dict[str, float]:
+    """Average over windows of one size, (2,) each of `window_errors`: all values count equally."""
+    mse, mae = torch.stack(list(windows)).mean(0).tolist()
+    return {"mse": mse, "mae": mae}
