@@ -26,7 +26,7 @@ SIZES = ["batch", "length", "heads", "each"]  # another value of one compiles no
 def _tile(cos, sin, length, tt, th, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Return a program's tokens, head and columns, their mask, and cos and sin of the first and second channels."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    col, h = tl.arange(0, BLOCK)[None, :], tl.program_id(1)
+    col, h = tl.arange(0, BLOCK)[None, :], tl.program_id(1).to(tl.int64)
     mask = (token < length) & (col < HALF)
     c1, c2 = _pair(cos + token * tt + h * th + col, mask, HALF)
     s1, s2 = _pair(sin + token * tt + h * th + col, mask, HALF)
@@ -114,7 +114,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the turned x (batch, length, heads, dim)."""
     x, (cos, sin) = _dense(x), _tables(x, cos, sin)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    key = ("rotate", x.device, x.dtype, x.shape, x.stride(), cos.stride(), cos.dtype)
+    key = ("rotate", x.device, x.dtype, x.shape, x.stride(), cos.stride())
     remembered(key, lambda: _plan(_rotate, x, cos, x))[0](x, cos, sin, out)
     return out
 
@@ -126,10 +126,11 @@ def rotate_backward(
     shape, needs = cos.shape, needs_cos or needs_sin
     dout, x, (cos, sin) = _dense(dout), _dense(x), _tables(x, cos, sin)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    key = ("rotate_backward", x.device, x.dtype, dout.dtype, x.shape, x.stride(), dout.stride(), cos.stride(), needs)
-    launch, shares = remembered(key, lambda: _plan(_rotate_backward, x, cos, x, dout))
+    shared = shape[1] < x.shape[2]
+    key = ("rotate_backward", x.device, x.dtype, dout.dtype, x.shape, x.stride(), dout.stride(), cos.stride())
+    launch, shares = remembered((*key, needs, shared), lambda: _plan(_rotate_backward, x, cos, x, dout))
     # of parts that are summed, in float32
-    dtype = cos.dtype if shares == 1 and shape[1] == x.shape[2] else torch.float32
+    dtype = torch.float32 if shares > 1 or shared else cos.dtype
     dcos, dsin = (x.new_empty(shares, *x.shape[1:], dtype=dtype) if needs else None for _ in range(2))
     launch(dout, x, cos, sin, dx, dcos, dsin)
     if dcos is None or dsin is None:

@@ -49,7 +49,8 @@ class Ragged(Layout):
 
     def table(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._tables:
-            self._tables[key] = make()
+            with torch.inference_mode(False):  # training may need it later
+                self._tables[key] = make()
         return self._tables[key]
 
     def flatten(self, x: Tensor) -> Tensor:

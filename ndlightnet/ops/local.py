@@ -163,7 +163,8 @@ def _flash(
     before the first query need. starts: of the samples' queries and keys, int32. window: None for all tokens."""
     from torch.nn.attention.varlen import varlen_attn
 
-    reach = -1 if window is None else window - 1
+    # a window of all tokens: without one, and not causal, torch would take cuDNN, which plans anew for each pack
+    reach = max(longest) if window is None else window - 1
     sides = (reach, 0 if causal else reach)
     inputs: Any = (*(x.flatten(0, 1) for x in (q, k, v)), *starts, *longest)
     y: Any = varlen_attn(*inputs, scale=scale, window_size=sides)

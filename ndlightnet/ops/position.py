@@ -235,7 +235,7 @@ def query_features(x: Tensor, position: Position, factors: Tensor | None = None)
     if position.kind == "cosine":
         return tile(x, factors.shape[-1], -1) * factors
     cos, sin = factors.chunk(2, -1)
-    a = rotate(x, cos, sin)
+    a = _rotate_by_torch(x, cos, sin)
     return torch.cat([a, -quarter_turn(a)], dim=-1)
 
 
@@ -252,7 +252,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, impl: Impl = "auto") -> Tensor:
     x: (batch, length, heads, dim). cos, sin: (length, heads or 1, dim), as from `tables`; with Triton an axis (batch,)
     in front is refused.
     """
-    if resolve("rotate", impl, x, cos) == "triton" and not plain():
+    if resolve("rotate", impl, x, cos, sin) == "triton" and not plain():
         out: Tensor = _rotate(x, cos, sin)
         return out
     return _rotate_by_torch(x, cos, sin)
@@ -263,15 +263,20 @@ def _rotate_by_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate_backward(needed: Any, dout: Tensor, x: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> list[Tensor | None]:
+    x, cos, sin = (y.view_as(y) for y in (x, cos, sin))  # one may be a function of another
     inputs = [y for y, need in zip((x, cos, sin), needed, strict=True) if need]
     grads = iter(torch.autograd.grad(_rotate_by_torch(x, cos, sin), inputs, dout, create_graph=True))
     return [next(grads) if need else None for need in needed]
 
 
-def _limits(x: Tensor, cos: Tensor, *_: Any, **__: Any) -> str:
+def _limits(x: Tensor, cos: Tensor, sin: Tensor | None = None, **_: Any) -> str:
     if x.shape[-1] % 2:
         return f"heads of {x.shape[-1]} channels: expected an even number"
-    return "positions of each sample: expected one table" if cos.ndim != 3 or x.ndim != 4 else ""
+    if x.ndim != 4 or cos.ndim != 3 or cos.shape not in (x.shape[1:], (x.shape[1], 1, x.shape[3])):
+        return f"a table {tuple(cos.shape)} for x {tuple(x.shape)}: expected (length, heads or 1, dim)"
+    if sin is not None and (sin.shape != cos.shape or sin.dtype != cos.dtype):
+        return f"sin {tuple(sin.shape)} {sin.dtype}: expected {tuple(cos.shape)} {cos.dtype}, as cos"
+    return ""
 
 
 _rotate = Operator(

@@ -39,6 +39,7 @@ def _backward(dout: Tensor, x: Tensor, weight: Tensor, needs_weight: bool) -> tu
 
 
 def _backward_by_torch(needed: Any, dout: Tensor, x: Tensor, weight: Tensor, **_: Any) -> list[Tensor | None]:
+    x, weight = x.view_as(x), weight.view_as(weight)  # one may be a function of the other
     inputs = [y for y, need in zip((x, weight), needed, strict=True) if need]
     grads = iter(torch.autograd.grad(_by_torch(x, weight), inputs, dout, create_graph=True))
     return [next(grads) if need else None for need in needed]

@@ -15,7 +15,8 @@ def toeplitz(x: Tensor, kernel: Tensor, mask: Tensor | None = None) -> Tensor:
     padded with zeros: of order N log N for N tokens.
 
     x: (batch, *grid, dim). kernel: (*lags, dim), from lag 0; further lags weigh nothing. mask: bool (batch, *grid),
-    False = padding, which adds nothing. Returns x's shape and dtype; sums are float32 or wider.
+    False = padding, which adds nothing. Returns x's shape and dtype; sums are float32 or wider. All results have the
+    rounding of the largest one, also those before it.
 
     MD-TPE is this with a kernel that is 0 off the axes, where it is sum_t coef_t exp(lag log_decay_t): see `axis_scan`.
     """

@@ -87,5 +87,23 @@ def test_what_has_no_kernel():
     assert supported("rotate", x, cos).reason == ("" if DEVICE.type == "cuda" else supported("swiglu", x).reason)
     with pytest.raises(ValueError, match="heads of 5 channels: expected an even number"):
         rotate(x[..., :5], cos[..., :5], cos[..., :5], "triton")
-    with pytest.raises(ValueError, match="positions of each sample: expected one table"):
-        rotate(x, cos[None], cos[None], "triton")
+    for table in (cos[None], cos[..., :1], cos[:2]):
+        with pytest.raises(
+            ValueError, match=r"a table \(.*\) for x \(2, 3, 2, 6\): expected \(length, heads or 1, dim\)"
+        ):
+            rotate(x, table, table, "triton")
+    for sin in (cos[:, :1], cos.double()):
+        with pytest.raises(ValueError, match=r"sin \(3, [12], 6\) .*: expected \(3, 2, 6\) torch.float32, as cos"):
+            rotate(x, cos, sin, "triton")
+
+
+def test_tables_that_follow_from_the_tokens():
+    """A gradient that will be differentiated again counts each path once."""
+    x, pull, _, _ = random((2, 3, 2, 6), torch.float32)
+    x.requires_grad_()
+
+    def grad(impl, **how):
+        cos = x.mean(0).cos()
+        return torch.autograd.grad(rotate(x, cos, (1 - cos.square()).sqrt(), impl), x, pull, **how)[0]
+
+    torch.testing.assert_close(grad("triton", create_graph=True), grad("torch"))

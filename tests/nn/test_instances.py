@@ -1,6 +1,7 @@
 """Mixers as instances of the general memory recurrence m_t = f_t . m_(t-1) + e_t i_t^T, y_t =
 Re(m_t)^T s_t: with their own inputs, written as expand, forget, input and shrink."""
 
+import copy
 import math
 
 import pytest
@@ -86,29 +87,54 @@ KERNELS = {"softmax": lambda q, k: (q @ k.mT).exp(), "gaussian": lambda q, k: (-
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_random_features_estimate_a_kernel(close, kernel):
-    """The mean over many draws of directions is the kernel, within standard errors; a layer is linear attention
-    with these features."""
+    """The mean over many draws of directions is the kernel, within standard errors; a layer is linear attention with
+    such features, of any scale that is learnt."""
     m = mixers.RandomFeatureAttention(16, 2, kernel=kernel).double()
     x, *heads, v = qkv(m)
+
+    def features(y, scale):
+        y = y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() * scale[:, None]
+        z = torch.einsum("bthc,hfc->bthf", y, m.directions)
+        if kernel == "softmax":
+            return y, (z - y.square().sum(-1, keepdim=True) / 2).exp()
+        return y, torch.cat([z.sin(), z.cos()], -1)
+
     draws = []
     for _ in range(500):
         m.reset_own()
-        q, k = (m.features(y) for y in heads)
-        draws.append(torch.einsum("bthf,bshf->bhts", q, k) / 8)
-    unit = torch.nn.functional.normalize
-    q, k = (unit(y, dim=-1).transpose(1, 2) for y in heads)  # the scale is 1
+        (q, phi_q), (k, phi_k) = (features(y, torch.ones(2).double()) for y in heads)
+        draws.append(torch.einsum("bthf,bshf->bhts", phi_q, phi_k) / 8)
     draws = torch.stack(draws)
-    error = (draws.mean(0) - KERNELS[kernel](q, k)).abs() / (draws.std(0) / len(draws) ** 0.5)
+    exact = KERNELS[kernel](q.transpose(1, 2), k.transpose(1, 2))
+    error = (draws.mean(0) - exact).abs() / (draws.std(0) / len(draws) ** 0.5)
     assert error.max() < 5 and error.mean() < 1
-    torch.nn.init.uniform_(m.log_scale, -0.5, 0.5)
-    q, k = (m.features(y) for y in heads)
-    wide = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-    y, _ = memory.reference(q, k, torch.ones(1, 1, 1, 1, 1), wide)
-    y = y[..., :-1] / y[..., -1:]
-    if kernel == "gaussian":
-        y, _ = memory.reference(q, k, torch.ones(1, 1, 1, 1, 1), v)
-        y = torch.nn.functional.rms_norm(y, y.shape[-1:], eps=1e-6)
-    close(m(x, causal=True), m.o_proj(y.flatten(2)), 1e-11)
+    for log_scale, most in ((0.3, 1.35), (9.0, 30 / 8**0.5)):
+        torch.nn.init.constant_(m.log_scale, log_scale)
+        (_, q), (_, k) = (
+            features(y, torch.full((2,), min(math.exp(log_scale), most), dtype=torch.float64)) for y in heads
+        )
+        wide = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        y, _ = memory.reference(q, k, torch.ones(1, 1, 1, 1, 1), wide)
+        y = y[..., :-1] / y[..., -1:]
+        if kernel == "gaussian":
+            y, _ = memory.reference(q, k, torch.ones(1, 1, 1, 1, 1), v)
+            y = torch.nn.functional.rms_norm(y, y.shape[-1:], eps=1e-6)
+        close(m(x, causal=True), m.o_proj(y.flatten(2)), 1e-10)
+        close(copy.deepcopy(m).float()(x.float(), causal=True).double(), m(x, causal=True), 1e-3)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_random_features_of_a_token_of_zeros(kernel):
+    """It has no direction, and no gradient without bounds."""
+    m, x = mixers.RandomFeatureAttention(16, 2, kernel=kernel), torch.randn(1, 6, 16)
+    x[0, 3] = 0
+    (dx,) = torch.autograd.grad(m(x.requires_grad_()).square().sum(), x)
+    assert dx.abs().max() < 1e4
+
+
+def test_abc_without_a_source_gives_zeros():
+    m, x = mixers.ABCAttention(16, 2), torch.randn(2, 5, 16)
+    assert not m(x, context=torch.randn(2, 0, 16)).any()
 
 
 @pytest.mark.parametrize("grid", [(N,), (4, 3)])

@@ -56,6 +56,7 @@ def calls(name, b, n):
         "scan": ((draw(1, n, DIM), x, draw(b, DIM)), {}),
         "summarize": ((k, v), {"position": place}),
         "swiglu": ((x, draw(3, DIM // 2)), {}),
+        "toeplitz": ((x, draw(3, DIM)), {}),
     }
     assert name in known, f"{name}: expected its arguments here, for {b} samples of {n} tokens"
     return known[name]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid
-from ndlightnet.layout.abstract import check_integers
+from ndlightnet.layout.abstract import check_integers, exporting
 from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers.base import StreamingMixer, default_heads, zero_padding
 from ndlightnet.ops.dtypes import accumulator
@@ -65,7 +66,8 @@ class ABCAttention(StreamingMixer):
         state = self.init_state(context.shape[0], context.device)
         logits, rows = self._source(context, mask)
         if 0 in (x.numel(), context.numel()):
-            return self.o_proj(empty_result(self.q_proj(x), logits, rows))
+            q = self.q_proj(x)
+            return self.o_proj(empty_result(torch.zeros_like(q), q, logits, rows))
         _, memory = _memories(logits[:, None], rows[:, None], *state)
         return self.o_proj(_read(self._split(self.q_proj(x))[:, None], memory)[:, 0].flatten(2).to(x.dtype))
 
@@ -87,12 +89,18 @@ class ABCAttention(StreamingMixer):
             return self.o_proj(empty_result(*inputs).flatten(2)), state
         frames = grid.frame_count
         q, logits, rows = (y.unflatten(1, (frames, -1)) for y in inputs)
-        size = max(1, MOST // state.memory.numel())
+        size = max(1, MOST // max(1, state.memory.numel()))
+        pieces = [slice(None)]  # an exported graph has no number of segments
+        if not exporting():
+            pieces = [slice(start, start + size) for start in range(0, frames, size)]
         outputs = []
-        for start in range(0, frames, size):
-            now = slice(start, start + size)
+        for now in pieces:
             args = (q[:, now], logits[:, now], rows[:, now], *state)
-            y, *last = _segment(*args) if plain() else checkpoint(_segment, *args, use_reentrant=False)
+            # memories are computed again in the backward pass
+            run: Any = (
+                _segment if plain() else partial(checkpoint, _segment, use_reentrant=False, preserve_rng_state=False)
+            )
+            y, *last = run(*args)
             state = ABCState(*last)
             outputs.append(y)
         return self.o_proj(torch.cat(outputs, 1).flatten(1, 2).flatten(2).to(x.dtype)), state

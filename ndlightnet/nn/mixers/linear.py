@@ -55,7 +55,7 @@ class LinearAttention(StreamingMixer):
         self.v_proj = nn.Linear(source, dim, bias=False)
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
-    def features(self, x: Tensor) -> Tensor:
+    def features(self, x: Tensor, query: bool) -> Tensor:
         """Map queries or keys (batch, length, heads, head_dim) to phi, (batch, length, heads, rows * head_dim)."""
         return FEATURES[self.feature](x)
 
@@ -91,12 +91,12 @@ class LinearAttention(StreamingMixer):
         return self._output(linear_attention(q, k, v, denominator=self.denominator, impl=self.impl))
 
     def _query(self, x: Tensor, grid: Grid, extent: Extent) -> Tensor:
-        q = self.features(self.q_proj(x).unflatten(-1, (self.heads, -1)))
+        q = self.features(self.q_proj(x).unflatten(-1, (self.heads, -1)), query=True)
         return self.add_position(q, grid, extent)
 
     def _source(self, x: Tensor, mask: Tensor | None, grid: Grid, extent: Extent) -> tuple[Tensor, ...]:
         k, v = (proj(x).unflatten(-1, (self.heads, -1)) for proj in (self.k_proj, self.v_proj))
-        k = self.add_position(self.features(k), grid, extent)
+        k = self.add_position(self.features(k, query=False), grid, extent)
         return zero_padding(mask, k, v)
 
     def _causal(self, x: Tensor, mask: Tensor | None, grid: Grid, extent: Extent, sums: Sums) -> tuple[Tensor, Sums]:

@@ -3,22 +3,25 @@ arXiv 2103.02143)."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ndlightnet.nn.initial import assign
 from ndlightnet.nn.mixers.linear import LinearAttention
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.recurrence.chunks import exact
+
+MOST, SHIFT = 30.0, 25.0  # most of a scale times the root of head_dim, about that of w . x; of the exponents of keys
 
 
 class RandomFeatureAttention(LinearAttention):
     """Linear attention (LAVO, Eq. 7 to 9) whose phi(q) . phi(k) estimates a kernel of softmax attention. Queries and
-    keys have length 1, times a learnt scale for each head. As many directions w as a head has channels are fixed:
-    orthogonal, with the lengths of Gaussian ones.
+    keys have length 1, times a learnt scale for each head, at most 30 / sqrt(head_dim). As many directions w as a head
+    has channels are fixed: orthogonal, with the lengths of Gaussian ones.
 
     Args:
         dim, heads, context_dim, impl: as in LinearAttention.
@@ -50,19 +53,24 @@ class RandomFeatureAttention(LinearAttention):
     @torch.no_grad()
     def reset_own(self) -> None:
         nn.init.zeros_(self.log_scale)
-        normal = torch.randn(self.directions.shape, device=self.directions.device)
+        normal = torch.randn(self.directions.shape, dtype=torch.float32, device=self.directions.device)
         # rows of an orthogonal matrix, with the lengths of normal ones
         rows = torch.stack([nn.init.orthogonal_(torch.empty_like(head)) for head in normal])
         assign(self.directions, rows * normal.norm(dim=-1, keepdim=True))
 
-    def features(self, x: Tensor) -> Tensor:
+    def features(self, x: Tensor, query: bool) -> Tensor:
         acc = accumulator(x)
-        scale = self.log_scale.to(acc).exp()[:, None]
-        x = F.normalize(x.to(acc), dim=-1) * scale
-        z = torch.einsum("blhc,hfc->blhf", x, self.directions.to(acc))
-        if self.kernel == "softmax":
-            return (z - scale.square() / 2).exp()
-        return torch.cat([z.sin(), z.cos()], -1)
+        x = x.to(acc)
+        scale = self.log_scale.to(acc).clamp(max=math.log(MOST / math.sqrt(self.head_dim))).exp()[:, None]
+        x = x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() * scale
+        with exact(x):
+            z = torch.einsum("blhc,hfc->blhf", x, self.directions.to(acc))
+        if self.kernel == "gaussian":
+            return torch.cat([z.sin(), z.cos()], -1)
+        # factors that all keys of a query share cancel: chosen so that sums are within float32, above the least one
+        if query:
+            return (z - z.amax(-1, keepdim=True)).exp()
+        return (z + (scale.square() - x.square().sum(-1, keepdim=True)) / 2 + SHIFT).exp()
 
     def rows(self, ndim: int) -> int:
         return 1 if self.kernel == "softmax" else 2
