@@ -23,6 +23,8 @@ OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "d": lambda values: sorted(values)[(len(values) - 1) // 2],
     "s": lambda values: sum(values) % 10,
 }
+LEAST = 5  # symbols of the shortest: [Mdd]
+ATTEMPTS = 20000  # to draw a new expression of these lengths
 ARGUMENTS, DEPTH = 10, 10  # most of an operator; most operators around a digit
 NESTED = 0.25  # of the arguments are expressions
 
@@ -37,11 +39,11 @@ def make_list_ops(
 ) -> Path:
     """Write train.tsv and test.tsv, columns expression and value, of expressions with least to most `lengths` symbols,
     none twice; return `folder`. The same arguments give the same ones, and a set that exists is left as it is.
-    DataError if the folder holds anything else; ValueError for fewer than one of either, and for lengths under 4 or
-    none between."""
+    DataError if the folder holds anything else; ValueError for fewer than one of either, and for lengths that no or too
+    few expressions have."""
     least, most = lengths
-    if min(train, test) < 1 or not 4 <= least <= most:
-        raise ValueError(f"train={train}, test={test}, lengths={lengths}: expected 1 or more, and 4 <= least <= most")
+    if min(train, test) < 1 or not LEAST <= least <= most:
+        raise ValueError(f"train={train}, test={test}, lengths={lengths}: expected 1 or more, and 5 <= least <= most")
 
     def draw(draft: Path) -> None:
         rng, seen = np.random.default_rng(seed), set[str]()
@@ -50,9 +52,10 @@ def make_list_ops(
                 writer = csv.writer(file, delimiter="\t", lineterminator="\n")
                 writer.writerow(("expression", "value"))
                 for _ in track(range(count), f"drawing ListOps, {name}", disable=not progress):
-                    text, value = draw_expression(rng, least, most)
-                    while text in seen:
-                        text, value = draw_expression(rng, least, most)
+                    drawn = (draw_expression(rng, least, most) for _ in range(ATTEMPTS))
+                    text, value = next((one for one in drawn if one[0] not in seen), ("", 0))
+                    if not text:
+                        raise ValueError(f"lengths={lengths}: expected more than {len(seen)} expressions to exist")
                     seen.add(text)
                     writer.writerow((text, value))
 
@@ -61,12 +64,13 @@ def make_list_ops(
 
 
 def draw_expression(rng: np.random.Generator, least: int, most: int) -> tuple[str, int]:
-    """Draw an expression of `least` to `most` symbols, and its value."""
-    while True:
+    """Draw an expression of `least` to `most` symbols, and its value. ValueError if there is none in many attempts."""
+    for _ in range(ATTEMPTS):
         symbols: list[str] = []
         value = _draw(rng, symbols, 1, most)
         if value is not None and least <= len(symbols) <= most:
             return "".join(symbols), value
+    raise ValueError(f"lengths={least, most}: no expression in {ATTEMPTS} attempts")
 
 
 def _draw(rng: np.random.Generator, symbols: list[str], depth: int, most: int) -> int | None:

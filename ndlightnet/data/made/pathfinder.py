@@ -1,15 +1,16 @@
 """Pathfinder (Linsley et al., 2018, arXiv 1805.08315): does a dashed curve join two dots?
 
 Each picture has two long curves that do not touch, and shorter ones. Two dots mark both ends of one long curve
-("joined"), or an end of each ("apart"). In every picture the ends of one curve are as far from each other as some ends
-of both, so that the distance of the dots says nothing.
+("joined"), or an end of each ("apart"). In every picture there are two such pairs of ends that are alike in their
+distance and in the directions in which the curves leave them, so that these say little: one pair is drawn.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,8 @@ CLASSES = ("apart", "joined")
 DASH, GAP, CLEAR = 2.5, 1.5, 3.0  # pixels: of a dash, between dashes, between curves
 TURN = math.radians(35)  # most from dash to dash
 SHORT = 3  # dashes of a shorter curve
+ALIKE = 0.3  # most difference of two pairs' directions
+PICTURES = 2000  # attempts at one
 TRIES = 20  # turns of a dash, places of a curve
 POINTS, FINE = 7, 4  # of a dash; cells of a pixel
 
@@ -42,7 +45,7 @@ def make_pathfinder(
     remainder; return `folder`. dashes: of a long curve. others: number of shorter curves. The same arguments give the
     same pictures, and a set that exists is left as it is. DataError if the folder holds anything else; ValueError for
     fewer pictures than classes, and for curves that have no room."""
-    if min(train, test) < len(CLASSES) or dashes < 2 or others < 0 or 2 * dashes * (DASH + GAP) > size * size / 12:
+    if min(train, test) < len(CLASSES) or dashes < 2 or others < 0 or 2 * dashes * (DASH + GAP) > size * size / 16:
         sizes = f"{train=}, {test=}, {size=}, {dashes=}, {others=}"
         raise ValueError(f"{sizes}: expected 2 or more pictures and dashes, and a size with room for the curves")
     from PIL import Image
@@ -61,19 +64,48 @@ def make_pathfinder(
 
 def draw_picture(rng: np.random.Generator, joined: bool, size: int, dashes: int, others: int) -> npt.NDArray[np.uint8]:
     """Draw one picture, (size, size)."""
-    while True:
+    for _ in range(PICTURES):
         free = np.zeros((FINE * size, FINE * size), bool)
         edge = slice(round(FINE * 1.5), round(FINE * (size - 2.5)))
         free[edge, edge] = True
         curves = _curves(rng, size, [dashes] * 2, free)
         if len(curves) < 2:
             continue
-        one, two = ((curve[0], curve[-1]) for curve in curves)
-        wanted = math.dist(*one)
-        nearest = min(((a, b) for a in one for b in two), key=lambda pair: abs(math.dist(*pair) - wanted))
-        if abs(math.dist(*nearest) - wanted) < size / 32:
+        one, two = ([_End(curve[0], curve[1]), _End(curve[-1], curve[-2])] for curve in curves)
+        alike = [(own, (a, b)) for own in (one, two) for a in one for b in two if _alike(own, (a, b), size)]
+        if alike:
+            own, across = alike[rng.integers(len(alike))]
             curves += _curves(rng, size, [SHORT] * others, free)
-            return _paint(np.concatenate(curves), one if joined else nearest, size)
+            first, second = own if joined else across
+            return _paint(np.concatenate(curves), (first.at, second.at), size)
+    raise ValueError(f"size={size}, dashes={dashes}: no picture in {PICTURES} attempts, expected room for two curves")
+
+
+class _End(NamedTuple):
+    """An end of a curve, and the point next to it."""
+
+    at: Array
+    next: Array
+
+
+def _alike(one: Sequence[_End], two: Sequence[_End], size: int) -> bool:
+    """Return whether two pairs of ends are as far apart, and their curves leave them in about the same directions, as
+    seen along the line between them, from either side and end."""
+    distances = [math.dist(a.at, b.at) for a, b in (one, two)]
+    if abs(distances[0] - distances[1]) >= size / 32:
+        return False
+    seen, other = _directions(*one), _directions(*two)
+    turned = [seen, seen[::-1]]
+    return min(abs(view * side - other).max() for view in turned for side in ([1, 1], [1, -1])) < ALIKE
+
+
+def _directions(a: _End, b: _End) -> Array:
+    """Return, of each end, how far its curve goes towards the other end, and to the side of the line from a to b, for a
+    step of 1: (2, 2)."""
+    line = (b.at - a.at) / math.dist(a.at, b.at)
+    ways = [(end.next - end.at) / math.dist(end.next, end.at) for end in (a, b)]
+    side = np.array([-line[1], line[0]])
+    return np.array([[ways[0] @ line, ways[0] @ side], [-(ways[1] @ line), ways[1] @ side]])
 
 
 def _curves(rng: np.random.Generator, size: int, lengths: list[int], free: npt.NDArray[np.bool_]) -> list[Array]:

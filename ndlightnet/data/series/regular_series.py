@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import gzip
 import math
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -45,14 +46,16 @@ class Series:
 
     def dates_from(self, first: int, rows: int) -> pd.DatetimeIndex:
         """Return the dates of `rows` rows from number `first` on, which may lie after the series."""
-        more = max(0, first + rows - len(self.dates))
-        later = pd.date_range(self.dates[-1], periods=more + 1, freq=self.step.offset)[1:]
-        return pd.DatetimeIndex(self.dates.append(later)[first : first + rows])
+        return _dates(self.dates[0], max(len(self.dates), first + rows), self.step.offset)[first : first + rows]
 
 
-def read_series(path: str | Path, columns: Sequence[str] | None = None, fill_gaps: bool = False) -> Series:
+def read_series(
+    path: str | Path, columns: Sequence[str] | None = None, fill_gaps: bool = False, step: str = ""
+) -> Series:
     """Read all columns of a file, or `columns` in that order. fill_gaps: rows that are missing are put on a line
-    between their neighbours; else they are an error. DataError says what is wrong."""
+    between their neighbours; else they are an error. step: pandas' name of the one that is preferred where dates fit
+    several, as those of a week of working days do. Dates with a time zone are read in UTC. DataError says what
+    is wrong."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
@@ -85,48 +88,61 @@ def read_series(path: str | Path, columns: Sequence[str] | None = None, fill_gap
             raise DataError(f"{path}: line {line}: {expected}") from None
         if not all(map(math.isfinite, values[-1])):
             raise DataError(f"{path}: line {line}: a number that is not finite")
-    dates, every, step = _regular(path, [row[0] for row in rows], fill_gaps)
+    dates, every, chosen = _regular(path, [row[0] for row in rows], fill_gaps, step)
     table = pd.DataFrame(values, index=dates).reindex(every).interpolate("time")
-    return Series(names, every, step, torch.tensor(table.to_numpy(), dtype=torch.float64))
+    return Series(names, every, chosen, torch.tensor(table.to_numpy(), dtype=torch.float64))
 
 
-def _regular(path: Path, texts: list[str], fill_gaps: bool) -> tuple[pd.DatetimeIndex, pd.DatetimeIndex, Step]:
-    """Return the dates of all lines, those from the first to the last at the step of most of them, and this step."""
-    readings = [_parse(texts, **options) for options in ({"format": "ISO8601"}, {}, {"dayfirst": True})]
+def _regular(
+    path: Path, texts: list[str], fill_gaps: bool, preferred: str
+) -> tuple[pd.DatetimeIndex, pd.DatetimeIndex, Step]:
+    """Return the dates of all lines, those from the first to the last at the step of most of them, and the step."""
+    readings = [_parse(texts, format="ISO8601", utc=True)]
+    if readings[0].hasnans and all(re.search(r"(?<!\d)\d{4}(?!\d)", text) for text in texts):  # a whole year
+        readings += [_parse(texts), _parse(texts, dayfirst=True)]
     complete = [dates for dates in readings if not dates.hasnans]
     if not complete:
         line = int(min(readings, key=lambda dates: len(dates) - len(dates.dropna())).isna().argmax())
         raise DataError(f"{path}: line {line + 2}: expected a date like 2016-07-01 00:00:00, got {texts[line][:40]!r}")
-    plans = [(dates, *_plan(dates)) for dates in (complete[:1] if complete[0] is readings[0] else complete)]
-    regular = [plan for plan in plans if len(plan[0]) == len(plan[1]) and (plan[0] == plan[1]).all()]
-    if len(regular) > 1 and (regular[0][0] != regular[1][0]).any():
+    ascending = [dates for dates in complete if dates.is_monotonic_increasing and dates.is_unique]
+    if not ascending:
+        line = int((complete[0][1:] <= complete[0][:-1]).argmax())
+        raise DataError(f"{path}: line {line + 3}: {texts[line + 1]} is not after {texts[line]}")
+    plans = [(dates, *plan) for dates in ascending for plan in _plans(path, dates)]
+    if not plans:
+        dates = ascending[0]
+        line = int((dates[1:] - dates[:-1]).argmax())
+        raise DataError(f"{path}: line {line + 3}: {texts[line + 1]} is far from {texts[line]}, other lines are nearer")
+    fitting = [plan for plan in plans if len(plan[1]) == len(texts) and (plan[0] == plan[1]).all()]
+    if not fitting and fill_gaps:
+        fitting = sorted((plan for plan in plans if plan[0].isin(plan[1]).all()), key=lambda plan: len(plan[1]))
+    if any((dates != fitting[0][0]).any() for dates, *_ in fitting):
         raise DataError(f"{path}: {texts[0]!r} may have the month or the day first, expected dates like 2016-07-01")
-    dates, every, step = (regular or plans)[0]
-    if regular or (fill_gaps and dates.is_monotonic_increasing and dates.is_unique and dates.isin(every).all()):
-        return dates, every, step
-    lines = min(len(dates), len(every))
-    line = int((dates[:lines] != every[:lines]).argmax()) if (dates[:lines] != every[:lines]).any() else lines
-    expected = (
-        f"{every[line]:{DATES}} comes, as in steps of {step.offset.freqstr}" if line < len(every) else "none comes"
-    )
-    raise DataError(f"{path}: line {line + 2}: got {texts[line]} where {expected}")
+    if fitting:
+        return next((plan for plan in fitting if plan[2].offset.freqstr == preferred), fitting[0])
+    dates, every, step = max(plans, key=lambda plan: int(plan[0].isin(plan[1]).sum()))
+    line = next(n for n, date in enumerate(dates) if n == len(every) or date != every[n])
+    expected = f"{every[line]:{DATES}} comes" if line < len(every) else "none comes"
+    raise DataError(f"{path}: line {line + 2}: got {texts[line]} where {expected}, in steps of {step.offset.freqstr}")
 
 
 def _parse(texts: list[str], **options: Any) -> pd.DatetimeIndex:
-    """Return dates without a time zone: as they are written, or in UTC where the zone changes, as in summer."""
     with warnings.catch_warnings():  # of forms that pandas guesses date by date
         warnings.simplefilter("ignore")
         try:
-            dates = pd.to_datetime(pd.Index(texts), errors="coerce", **options)
-        except ValueError:
-            dates = pd.to_datetime(pd.Index(texts), errors="coerce", utc=True, **options)
-    return pd.DatetimeIndex(dates).tz_localize(None)
+            return pd.DatetimeIndex(pd.to_datetime(pd.Index(texts), errors="coerce", **options)).tz_localize(None)
+        except ValueError:  # time zones that change, in a form that is not ISO 8601
+            return pd.DatetimeIndex([pd.NaT] * len(texts))
 
 
-def _plan(dates: pd.DatetimeIndex) -> tuple[pd.DatetimeIndex, Step]:
-    """Return the dates from the first to the last at the step that fits most, and this step."""
+def _plans(path: Path, dates: pd.DatetimeIndex) -> list[tuple[pd.DatetimeIndex, Step]]:
+    """Return the dates from the first to the last, and the step, for each step that the most common distance may be;
+    none if dates are much further apart."""
     common = pd.Series(dates[1:] - dates[:-1]).mode()[0]
-    common = max(common, pd.Timedelta(seconds=1))
+    if common % pd.Timedelta(seconds=1) != pd.Timedelta(0):
+        raise DataError(f"{path}: steps of {common.total_seconds()} s, expected whole seconds")
+    if (dates[-1] - dates[0]) // common > 2 * len(dates) + 100:
+        return []
     seasons = {DAY: 7, 7 * DAY: 52}
     season = DAY // common if common < DAY and DAY % common == pd.Timedelta(0) else seasons.get(common, 1)
     days = common % DAY == pd.Timedelta(0)
@@ -134,11 +150,18 @@ def _plan(dates: pd.DatetimeIndex) -> tuple[pd.DatetimeIndex, Step]:
     if months := round(common / (30.4 * DAY)):
         ends = bool(dates.is_month_end.all())
         offset = pd.offsets.MonthEnd(months) if ends else pd.DateOffset(months=months)
-        steps.append(Step(offset, 1 if 12 % months else 12 // months))
+        steps.insert(0, Step(offset, 1 if 12 % months else 12 // months))
     elif common == DAY and (dates.day_of_week < 5).all():
         steps.append(Step(pd.offsets.BDay(), 5))
-    plans = [(pd.date_range(dates[0], dates[-1], freq=step.offset), step) for step in steps]
-    return max(plans, key=lambda plan: (int(dates.isin(plan[0]).sum()), -len(plan[0])))
+    rows = round(1.1 * ((dates[-1] - dates[0]) / common)) + 2
+    grids = [(_dates(dates[0], rows, step.offset), step) for step in steps]
+    return [(grid[grid <= dates[-1]], step) for grid, step in grids]
+
+
+def _dates(first: pd.Timestamp, rows: int, offset: Any) -> pd.DatetimeIndex:
+    if type(offset) is pd.DateOffset:  # months from the first: the 30th is the 28th in February alone
+        return pd.DatetimeIndex([first + offset * row for row in range(rows)])
+    return pd.date_range(first, periods=rows, freq=offset)
 
 
 def write_series(path: Path, columns: Sequence[str], dates: pd.DatetimeIndex, values: Tensor) -> None:
@@ -152,8 +175,13 @@ def write_series(path: Path, columns: Sequence[str], dates: pd.DatetimeIndex, va
 
 def time_features(dates: pd.DatetimeIndex) -> Tensor:
     """Return the place of each date in its day, week, month and year, from -0.5 to 0.5: (rows, 4) float32 (Informer's
-    features of an hourly series; minutes are fractions of an hour)."""
-    places = (dates.hour + dates.minute / 60, dates.day_of_week, dates.day - 1, dates.day_of_year - 1)
+    features of an hourly series; minutes and seconds are fractions of an hour)."""
+    places = (
+        dates.hour + dates.minute / 60 + dates.second / 3600,
+        dates.day_of_week,
+        dates.day - 1,
+        dates.day_of_year - 1,
+    )
     columns = [torch.tensor(place.to_numpy(dtype="float32", copy=True)) for place in places]
     return torch.stack(columns, 1) / torch.tensor([23, 6, 30, 365]) - 0.5
 
@@ -190,8 +218,9 @@ class Windows(torch.utils.data.Dataset[tuple[Tensor, Tensor, Tensor, int]]):
 
 def simple_forecasts(values: Tensor, horizon: int, season: int) -> dict[str, Tensor]:
     """Return baseline forecasts, each (batch, horizon, columns), from values (batch, input_length, columns): the last
-    value, the last season and the mean season, repeated. season: rows of one, at most input_length."""
+    value, the last season and the mean season, repeated. season: rows of one; 1 in place of more than input_length."""
     length = values.shape[1]
+    season = season if season <= length else 1
     rows = torch.arange(horizon) % season
     # seasons are counted back from the end of the input: row r of the forecast is row r of a season
     seasons = values[:, length % season :].unflatten(1, (-1, season))

@@ -239,6 +239,8 @@ class Pathfinder(ImageFolders):
         **kwargs: Any,
     ) -> None:
         super().__init__(root, size, channels=1, crop_pct=1.0, scale=None, **kwargs)
+        check("data.images", images, min(images) > 1, "2 or more of each")
+        check("data.dashes, data.others", (dashes, others), dashes > 1 and others >= 0, "2 or more, and 0 or more")
         self.drawn = *images, size, dashes, others
 
     def prepare_data(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.series.regular_series import Series, Windows, read_series, scale_of, time_features
+from ndlightnet.data.series.regular_series import Windows, read_series, scale_of, time_features
 from ndlightnet.training.core.data_module import DataModule
 from ndlightnet.training.core.options import check
 
@@ -22,7 +22,8 @@ class SeriesData(DataModule):
         columns: columns that are read and forecast; default: all.
         input_length, horizon: rows of input, and rows after them that are forecast.
         split: where training, validation and test end: rows, or fractions of all rows.
-        fill_gaps: whether rows that are missing are put on a line between their neighbours; else they are an error.
+        fill_gaps: whether rows that are missing are put on a line between their neighbours, before the split; else they
+            are an error.
         batch_size: windows per batch.
         workers: processes that prepare batches.
         input: for predict: a file, whose last rows are the input.
@@ -62,7 +63,7 @@ class SeriesData(DataModule):
             return  # names and scale come with the checkpoint
         super().setup(stage)
         path = self.source
-        self.series = self._read(path, self.chosen_columns)
+        self.series = read_series(path, self.chosen_columns, self.fill_gaps)
         values, rows = self.series.values, len(self.series.values)
         first, second, last = (round(end * rows) if self.split[2] <= 1 else int(end) for end in self.split)
         if rows < last:
@@ -75,13 +76,6 @@ class SeriesData(DataModule):
         )
         if not all(map(len, (self.train_set, self.val_set, self.test_set))):
             raise DataError(f"{path}: split={self.split} has no room for input_length={length} and horizon={horizon}")
-
-    def _read(self, path: str | Path, columns: list[str] | tuple[str, ...] | None) -> Series:
-        series = read_series(path, columns, self.fill_gaps)
-        if self.input_length < series.step.season:
-            season = f"a season of {series.step.season} rows or more, in steps of {series.step.offset.freqstr}"
-            raise DataError(f"{path}: input_length={self.input_length}, expected {season}")
-        return series
 
     def scaled(self, values: Tensor) -> Tensor:
         """Scale (..., columns) float64 as in the file to float32 for the network."""
@@ -97,7 +91,7 @@ class SeriesData(DataModule):
 
     def predict_dataloader(self) -> Any:
         file = self.check_input("a CSV file to go on from", bool(self.columns))
-        self.series = self._read(file, self.columns)
+        self.series = read_series(file, self.columns, self.fill_gaps, self.step)
         step, rows = self.series.step.offset.freqstr, len(self.series.values)
         if step != self.step:
             raise DataError(f"{file}: in steps of {step}, expected {self.step}, as in training")

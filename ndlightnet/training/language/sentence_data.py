@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.made.list_ops import make_list_ops
+from ndlightnet.data.made.list_ops import LEAST, make_list_ops
 from ndlightnet.data.made.sentences import make_sentences
 from ndlightnet.data.packing import PackCollate
 from ndlightnet.data.text.tables import Row, number_of, read_table
@@ -162,7 +162,7 @@ class ListOps(SentenceData):
     ) -> None:
         super().__init__(root, text="expression", label="value", length=symbols[1] + 1, **kwargs)
         check("data.samples", samples, min(samples) > 0, "1 or more of each")
-        check("data.symbols", symbols, 4 <= symbols[0] <= symbols[1], "4 or more, in order")
+        check("data.symbols", symbols, LEAST <= symbols[0] <= symbols[1], f"{LEAST} or more, in order")
         self.samples, self.symbols = samples, symbols
 
     def prepare_data(self) -> None:

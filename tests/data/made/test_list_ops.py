@@ -45,6 +45,16 @@ def test_sets_are_made_once(tmp_path):
     assert make_list_ops(sets[0], 40, 9, (10, 60)) == sets[0]
     with pytest.raises(DataError, match="drawn with other arguments"):
         make_list_ops(sets[0], 40, 9, (10, 61))
-    for wrong in ({"train": 0}, {"lengths": (3, 9)}, {"lengths": (9, 8)}):
-        with pytest.raises(ValueError, match=r"lengths=\(\d+, \d+\): expected 1 or more, and 4 <= least <= most"):
+    for wrong in ({"train": 0}, {"lengths": (4, 9)}, {"lengths": (9, 8)}):
+        with pytest.raises(ValueError, match=r"lengths=\(\d+, \d+\): expected 1 or more, and 5 <= least <= most"):
             make_list_ops(tmp_path / "none", **wrong)
+
+
+def test_lengths_that_too_few_expressions_have(tmp_path, monkeypatch):
+    """There are 400 of five symbols."""
+    monkeypatch.setattr("ndlightnet.data.made.list_ops.ATTEMPTS", 500)
+    with pytest.raises(ValueError, match=r"lengths=\(5, 5\): expected more than \d+ expressions to exist"):
+        make_list_ops(tmp_path / "short", 450, 9, (5, 5), progress=False)
+    with pytest.raises(ValueError, match="no expression in 500 attempts"):
+        draw_expression(np.random.default_rng(0), 20000, 20010)
+    assert not list(tmp_path.iterdir())

@@ -55,9 +55,9 @@ def test_written_files_are_read_again_and_hold_no_formulas(tmp_path):
 HEADLESS = {"empty": "", "no rows": "date,A\n", "one row": "date,A\n2016-07-01,2\n", "no date": "time,A\n1,2\n3,4\n"}
 DAMAGE = {
     **{name: (content, "expected a header") for name, content in HEADLESS.items()},
-    "a gap": (
+    "a date twice": (
         text().replace("2016-02-29 03:00:00", "2016-02-29 04:00:00"),
-        r"line 7: got 2016-02-29 04:00:00 where 2016-02-29 03:00:00",
+        r"line 8: 2016-02-29 04:00:00 is not after 2016-02-29 04",
     ),
     "another date": (text().replace("2016-02-28 23:00:00", "28.2.2016 23:00"), r"line 3: .*like 2016-07-01 .*28\.2"),
     "a word": (text().replace(",7.5,", ",much,"), r"line 9: .*3 numbers, .*much"),
@@ -151,10 +151,13 @@ def write_dates(path, when, form="%Y-%m-%d %H:%M:%S"):
 @pytest.mark.parametrize("freq", STEPS)
 def test_steps_are_inferred(tmp_path, freq, form):
     start, season = STEPS[freq]
+    if form == "zone" and freq in ("B", "MS", "ME", "QS", "YS"):
+        return  # where it is another hour, a month begins on another day
     when = dates(60, freq, start)
     read = read_series(write_dates(tmp_path / "x.csv", when, FORMS[form]))
-    assert (read.dates == when).all() and read.step.season == season
-    assert (read.dates_from(58, 30) == dates(88, freq, start)[58:]).all()
+    shift = pd.Timedelta(hours=2 if form == "zone" else 0)  # read in UTC
+    assert (read.dates + shift == when).all() and read.step.season == season
+    assert (read.dates_from(58, 30) + shift == dates(88, freq, start)[58:]).all()
 
 
 def test_summer_time_is_read_in_utc(tmp_path):
@@ -180,7 +183,9 @@ def test_gaps_are_refused_or_filled(tmp_path):
     when = dates(40, "15min").delete([3, 4, 20])
     path = write_dates(tmp_path / "x.csv", when)
     refuses(
-        lambda: read_series(path), path, "line 5: got 2016-02-28 23:15:00 where 2016-02-28 22:45:00 comes, as in steps"
+        lambda: read_series(path),
+        path,
+        "line 5: got 2016-02-28 23:15:00 where 2016-02-28 22:45:00 comes, in steps of 15min",
     )
     read = read_series(path, fill_gaps=True)
     assert (read.dates == dates(40, "15min")).all()
@@ -191,7 +196,54 @@ def test_gaps_are_refused_or_filled(tmp_path):
         when.insert(3, when[2] + pd.Timedelta(minutes=7)),
     ):
         path = write_dates(tmp_path / "x.csv", wrong)
-        refuses(partial(read_series, path, fill_gaps=True), path, r"line \d: got 2016-02-28")
+        refuses(partial(read_series, path, fill_gaps=True), path, r"line \d: (got )?2016-02-28")
+
+
+@pytest.mark.parametrize("day", [28, 29, 30, 31])
+def test_months_count_from_the_first(tmp_path, day):
+    when = [pd.Timestamp(2019, 12, day) + pd.DateOffset(months=month) for month in range(9)]
+    read = read_series(write_dates(tmp_path / "x.csv", when))
+    assert read.step.season == 12
+    assert (
+        read.dates_from(5, 12) == [when[0] + pd.DateOffset(months=month) for month in range(5, 17)]
+    ).all() or day == 31
+    assert read.dates_from(5, 12)[-1].month == 4
+
+
+def test_a_step_that_is_preferred(tmp_path):
+    week = write_dates(tmp_path / "x.csv", dates(5, "B", "2021-03-01"))
+    assert read_series(week).step.season == 7 and read_series(week, step="B").step.season == 5
+    years = write_dates(tmp_path / "y.csv", dates(4, "YS", "2021-01-01"))
+    assert read_series(years).dates_from(4, 1)[0] == pd.Timestamp(2025, 1, 1)
+
+
+def test_gaps_of_dates_that_may_be_read_two_ways(tmp_path):
+    for form in ("%d.%m.%Y %H:%M", "%d/%m/%Y %I:%M %p"):
+        when = dates(199, "h", "2020-03-01").delete(40)
+        read = read_series(write_dates(tmp_path / "x.csv", when, form), fill_gaps=True)
+        assert (read.dates == dates(199, "h", "2020-03-01")).all()
+    path = write_dates(tmp_path / "x.csv", dates(12, "D", "2020-01-01").delete(5), "%d/%m/%Y")
+    refuses(lambda: read_series(path, fill_gaps=True), path, "may have the month or the day first")
+
+
+ODD = {
+    "a far year": (
+        ["2020-01-01 00:00", "2020-01-01 00:01", "2020-01-01 00:02", "2106-01-01"],
+        "line 5: 2106-01-01 is far from 2020-01-01 00:02",
+    ),
+    "no year": (["160701", "160702", "160703"], "line 2: expected a date like"),
+    "hours alone": (["00:00", "01:00", "02:00"], "line 2: expected a date like"),
+    "descending": (["2020-01-02", "2020-01-01"], "line 3: 2020-01-01 is not after 2020-01-02"),
+    "parts of a second": (["2020-01-01 00:00:00", "2020-01-01 00:00:00.5"], "steps of 0.5 s, expected whole seconds"),
+    "empty": (["2020-01-01", ""], "line 3: expected a date like .*''"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_dates(tmp_path, name):
+    texts, words = ODD[name]
+    (path := tmp_path / "x.csv").write_text("date,A\n" + "".join(f"{text},1\n" for text in texts))
+    refuses(lambda: read_series(path, fill_gaps=True), path, words)
 
 
 def test_time_features_of_known_dates():
@@ -237,10 +289,11 @@ def test_windows_of_the_usual_split(horizon, counts):
             assert torch.equal(times[:, 3], torch.cat([values, target])[:, 0])
 
 
-@pytest.mark.parametrize("length, season", [(24, 24), (30, 24), (71, 24), (72, 24), (10, 7), (3, 1)])
+@pytest.mark.parametrize("length, season", [(24, 24), (30, 24), (71, 24), (72, 24), (10, 7), (3, 1), (5, 7)])
 def test_simple_forecasts(length, season):
     values = torch.randn(2, length, 3)
     forecasts = regular_series.simple_forecasts(values, 50, season)
+    season = 1 if season > length else season
     assert list(forecasts) == ["last_value", "last_season", "mean_season"]
     for step in range(50):
         back = length - season + step % season

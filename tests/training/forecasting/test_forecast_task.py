@@ -201,11 +201,6 @@ def test_predict(foresee, trained, folder, tmp_path, close):
         ({"horizon": 101}, {}, "{root}/hours.csv: split=(500, 600, 720) has no room"),
         ({}, {"label_length": 49}, "input_length=48: shorter than"),
         ({}, {"period": 49}, "input_length=48: shorter than the network's period=49"),
-        (
-            {"input_length": 23},
-            {},
-            "{root}/hours.csv: input_length=23, expected a season of 24 rows or more, in steps of h",
-        ),
         ({"horizon": 0}, {}, "input_length=48, horizon=0: expected 1 row or more"),
     ],
 )

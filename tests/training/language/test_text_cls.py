@@ -364,7 +364,7 @@ def test_list_ops(tmp_path):
     made = CONFIG.replace("sentence_data.SentenceData", "sentence_data.ListOps").replace(
         "num_classes: 3", "num_classes: 10"
     )
-    made = made.replace("text: [a, b]", "samples: [200, 20], symbols: [4, 30]")
+    made = made.replace("text: [a, b]", "samples: [200, 20], symbols: [5, 30]")
     root, out = tmp_path / "data", tmp_path / "out"
     launch(TextClsTask, SentenceData, made, tmp_path, "fit", root=root, out=out).well()
     assert len((root / "train.tsv").read_text().splitlines()) == 201
