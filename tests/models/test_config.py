@@ -84,7 +84,7 @@ def test_a_mixer_of_ones_own_is_noted_and_never_imported():
     net = NDLightNet(2, mixer=partial(apply, nn.Tanh(), mixers.GLA), **SMALL)
     assert net.config["mixer"] == {"custom": f"{__name__}.apply"}
     for evil in ("os.system", "ndlightnet.nn.mixers.os", "ndlightnet.nn.mixers.base.Mixer"):
-        with pytest.raises(ValueError, match="expected one of CosformerAttention"):
+        with pytest.raises(ValueError, match="expected one of ABCAttention"):
             NDLightNet(2, mixer={"class_path": evil, "init_args": {"command": "true"}}, **SMALL)
 
 

@@ -90,7 +90,7 @@ def test_a_mixer_for_each_layer():
         ([], r"mixer: a list of 0, expected one for each of 2 layers"),
         ([mixers.TNL, LightNetAttention(16)], r"mixer\[1\]=LightNetAttention\(\.\.\.\)"),
         ([mixers.TNL, "TLN"], r"mixer\[1\]='TLN': did you mean 'TNL'\? expected one of .*TNL, Wi"),
-        ("Nothing", r"mixer='Nothing': expected one of CosformerAttention, .*WithLocal$"),
+        ("Nothing", r"mixer='Nothing': expected one of ABCAttention, .*WithLocal$"),
         ("gla", r"mixer='gla': did you mean 'GLA'\?"),
         ("torch.nn.GLA", r"mixer='torch.nn.GLA': did you mean 'GLA'\?"),
         (partial(mixers.GLA, num_heads=4), r"mixer: GLA has no 'num_heads', did you mean 'heads'"),

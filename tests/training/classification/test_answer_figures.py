@@ -1,11 +1,11 @@
 """Confusion matrices and film strips, and names in the pictures of all tasks."""
 
 import os
-from datetime import datetime
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from matplotlib.text import Text
@@ -94,8 +94,8 @@ def test_names_are_no_formulas(tmp_path, name):
     save_case(tmp_path / "v.png", name, volume, volume.long(), volume.long(), (1, 1, 1), [name] * 2)
     one = torch.ones(1, 1)
     save_gallery(tmp_path / "i.png", lambda _: volume[None], one, one[0].long() - 1, [name])
-    now = datetime(2020, 1, 1)
-    save_forecasts(tmp_path / "f.png", [Panel(name, now, torch.ones(30), torch.ones(9))])
+    dates = pd.date_range("2020-01-01", periods=39, freq="h")
+    save_forecasts(tmp_path / "f.png", [Panel(name, dates, torch.ones(30), torch.ones(9))])
     metrics = {
         "bits_per_byte_at": {"8": 1.0},
         "bits_per_byte_by_position": {},
