@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -27,7 +27,8 @@ DATES = "%Y-%m-%d %H:%M:%S"
 DAY = pd.Timedelta(days=1)
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """The distance of two rows. offset: pandas' own for it. season: rows after which a series usually repeats: a day of
     parts of one, a week of days, a year of weeks or months; 1 for others."""
 
