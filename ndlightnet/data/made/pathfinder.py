@@ -94,9 +94,9 @@ def _alike(one: Sequence[_End], two: Sequence[_End], size: int) -> bool:
     distances = [math.dist(a.at, b.at) for a, b in (one, two)]
     if abs(distances[0] - distances[1]) >= size / 32:
         return False
-    seen, other = _directions(*one), _directions(*two)
-    turned = [seen, seen[::-1]]
-    return min(abs(view * side - other).max() for view in turned for side in ([1, 1], [1, -1])) < ALIKE
+    first, second = _directions(*one), _directions(*two)
+    views = [end * side for end in (first, first[::-1]) for side in ([1, 1], [1, -1])]
+    return min(abs(view - second).max() for view in views) < ALIKE
 
 
 def _directions(a: _End, b: _End) -> Array:

@@ -1,4 +1,4 @@
-"""Pathfinder: dots lie on the ends of one curve or of two, curves do not touch, and the dots' distance says nothing."""
+"""Pathfinder: dots lie on the ends of one curve or of two, curves do not touch, and the dots alone say little."""
 
 import itertools
 
@@ -50,6 +50,20 @@ def test_curves_are_apart_and_inside(drawn):
 def test_the_distance_of_the_dots_says_nothing(drawn):
     joined, apart = ([np.linalg.norm(a - b) for label, _, (a, b) in drawn if label == which] for which in (True, False))
     assert ks_2samp(joined, apart).pvalue > 0.01
+
+
+def test_the_directions_of_the_curves_at_the_dots_say_little(drawn):
+    """Of both dots, how far the curve goes towards the other dot: the smaller one."""
+    away = {True: [], False: []}
+    for joined, curves, dots in drawn:
+        cosines = []
+        for dot, goal in (dots, dots[::-1]):
+            curve = next(curve for curve in split(curves)[:2] if (dot == curve[[0, -1]]).all(1).any())
+            near = curve[1] if (dot == curve[0]).all() else curve[-2]
+            ways = near - dot, goal - dot
+            cosines.append(ways[0] @ ways[1] / np.linalg.norm(ways[0]) / np.linalg.norm(ways[1]))
+        away[joined].append(min(cosines))
+    assert ks_2samp(away[True], away[False]).pvalue > 0.01
 
 
 def test_pictures_are_made_once(tmp_path):
