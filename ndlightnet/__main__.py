@@ -142,6 +142,8 @@ def door(name: str, arguments: list[str] | None = None) -> int:
     if words in HELP:  # without torch and Lightning, which take seconds
         print(_help(f"ndlightnet {name}" if arguments else Path(sys.argv[0]).name, entry))
         return 0
+    # before torch is loaded: threads that wait for others soon sleep, or runs side by side stall each other
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from ndlightnet.training.core.cli import run
 
     commands = {key: partial(_call, path) for key, path in entry.commands.items()}

@@ -11,12 +11,9 @@ python tasks/ct_segmentation.py folds   --config ...    5-fold cross-validation
 python tasks/ct_segmentation.py bundle  --config ... --ckpt_path ... --out bundles/scans
 """
 
-import os
 import sys
 
 if __name__ == "__main__":
-    # before torch is loaded: threads that wait for others soon sleep, or runs side by side stall each other
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from ndlightnet.__main__ import door
 
     sys.exit(door("ct_segmentation"))

@@ -6,12 +6,9 @@ python tasks/forecast.py test    --config ... --ckpt_path runs/ett/checkpoints/b
 python tasks/forecast.py predict --config ... --ckpt_path ... --data.init_args.input mine.csv
 """
 
-import os
 import sys
 
 if __name__ == "__main__":
-    # before torch is loaded: threads that wait for others soon sleep, or runs side by side stall each other
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from ndlightnet.__main__ import door
 
     sys.exit(door("forecast"))

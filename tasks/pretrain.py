@@ -6,12 +6,9 @@ python tasks/image_cls.py fit --config configs/coloured_digits.yaml
     --model.init runs/coloured_digits_pretrain/checkpoints/last.ckpt
 """
 
-import os
 import sys
 
 if __name__ == "__main__":
-    # before torch is loaded: threads that wait for others soon sleep, or runs side by side stall each other
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from ndlightnet.__main__ import door
 
     sys.exit(door("pretrain"))

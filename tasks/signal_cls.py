@@ -5,12 +5,9 @@ python tasks/signal_cls.py fit  --config configs/spoken_digits.yaml --data.batch
 python tasks/signal_cls.py test --config ... --ckpt_path runs/spoken_digits/checkpoints/last.ckpt
 """
 
-import os
 import sys
 
 if __name__ == "__main__":
-    # before torch is loaded: threads that wait for others soon sleep, or runs side by side stall each other
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from ndlightnet.__main__ import door
 
     sys.exit(door("signal_cls"))

@@ -6,12 +6,9 @@ python tasks/text_cls.py test --config ... --ckpt_path runs/glue/cola/checkpoint
 python tasks/text_cls.py table configs/glue/*.yaml --seeds 0 1 2
 """
 
-import os
 import sys
 
 if __name__ == "__main__":
-    # before torch is loaded: threads that wait for others soon sleep, or runs side by side stall each other
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from ndlightnet.__main__ import door
 
     sys.exit(door("text_cls"))

@@ -9,12 +9,9 @@ python tasks/text_lm.py generate --ckpt_path RUN --prompt "The city"
 python tasks/text_lm.py curves RUN ... --out curves.png    folders of tested runs, one picture
 """
 
-import os
 import sys
 
 if __name__ == "__main__":
-    # before torch is loaded: threads that wait for others soon sleep, or runs side by side stall each other
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from ndlightnet.__main__ import door
 
     sys.exit(door("text_lm"))

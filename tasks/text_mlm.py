@@ -5,12 +5,9 @@ python tasks/text_mlm.py fit  --config configs/cramming.yaml --model.minutes 30
 python tasks/text_mlm.py test --config ... --ckpt_path runs/cramming/checkpoints/last.ckpt
 """
 
-import os
 import sys
 
 if __name__ == "__main__":
-    # before torch is loaded: threads that wait for others soon sleep, or runs side by side stall each other
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from ndlightnet.__main__ import door
 
     sys.exit(door("text_mlm"))

@@ -13,12 +13,9 @@ ffmpeg -f v4l2 -i /dev/video0 -c:v libx264 -tune zerolatency -f mpegts - |
     python tasks/video_cls.py stream --config ... --ckpt_path ... --data.input -
 """
 
-import os
 import sys
 
 if __name__ == "__main__":
-    # before torch is loaded: threads that wait for others soon sleep, or runs side by side stall each other
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from ndlightnet.__main__ import door
 
     sys.exit(door("video_cls"))

@@ -10,12 +10,9 @@ python tasks/volume_cls.py fit     --config configs/scan_classes.yaml --data.roo
 python tasks/volume_cls.py predict --config ... --ckpt_path ... --data.input scan.nii.gz
 """
 
-import os
 import sys
 
 if __name__ == "__main__":
-    # before torch is loaded: threads that wait for others soon sleep, or runs side by side stall each other
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from ndlightnet.__main__ import door
 
     sys.exit(door("volume_cls"))
