@@ -39,6 +39,7 @@ EXTRA = {
     "diffusers",
     "captum",
     "tokenizers",
+    "nltk",
     "numpy",
     "yaml",
     "PIL",

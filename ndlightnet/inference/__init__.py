@@ -1,6 +1,7 @@
 """Prediction with trained networks: logits, labels that fit in memory, clips, ensembles, texts,
 samples of a diffusion."""
 
+from ndlightnet.inference.beam_search import beam_search
 from ndlightnet.inference.generate import generate, generate_text
 from ndlightnet.inference.labels import keep_largest, predict_labels
 from ndlightnet.inference.logits import predict_clips, predict_clips_early, predict_volume
@@ -11,6 +12,7 @@ __all__ = [
     "Ensemble",
     "Mirrored",
     "OutOfCore",
+    "beam_search",
     "generate",
     "generate_text",
     "keep_largest",

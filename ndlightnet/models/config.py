@@ -18,7 +18,7 @@ from ndlightnet.nn.initial import Initialized, reset
 from ndlightnet.nn.mixers.names import described, jsonable
 
 PLACE = ("device", "dtype")
-MIXERS = ("mixer", "cross")  # arguments that are mixers, where a text is a name
+MIXERS = ("mixer", "decoder_mixer", "cross")  # arguments that are mixers, where a text is a name
 Init = TypeVar("Init", bound=Callable[..., None])
 # one name for one thing, with that of MONAI accepted where timm has another, and the other way round
 SAME = (("dims", "spatial_dims"), ("in_chans", "in_channels"), ("num_classes", "out_channels"))

@@ -8,33 +8,15 @@ from torch import Tensor, nn
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.block import Block, init_network
+from ndlightnet.nn.cross_block import CrossBlock
 from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention
-from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories, reads_context
+from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.ops import frequencies
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 from ndlightnet.parallel import refuse_shards
 
 TIME_FEATURES = 4  # of a step, as ndlightnet.data.series has them
-
-
-class CrossBlock(Block):
-    """A causal Block with cross attention between its mixer and its mlp: x + mixer(norm x), then
-    x + cross(norm x, context), then x + mlp(norm x). fixed: `cross` holds also if the mixer has no
-    cross form, for which LightNetAttention stands otherwise."""
-
-    def __init__(self, dim: int, mixer: Factory, cross: Factory, fixed: bool) -> None:
-        super().__init__(dim, mixer)
-        if not fixed and not reads_context(self.mixer):
-            cross = LightNetAttention
-        self.norm_cross = nn.LayerNorm(dim, eps=1e-6)
-        self.cross = cross(dim)
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:  # type: ignore[override]
-        """Map tokens (batch, length, dim) and a context (batch, source length, dim) to tokens."""
-        x = x + self.mixer(self.norm1(x), causal=True)
-        x = x + self.cross(self.norm_cross(x), context=context)
-        return x + self.mlp(self.norm2(x))
 
 
 class Forecaster(Pretrained):

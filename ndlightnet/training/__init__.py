@@ -18,6 +18,8 @@ from ndlightnet.training.forecasting.series_data import SeriesData
 from ndlightnet.training.generation.generation_task import GenerationTask
 from ndlightnet.training.language.masked_data import MaskedTextData
 from ndlightnet.training.language.sentence_data import ListOps, MadeSentences, SentenceData
+from ndlightnet.training.language.summary_data import MadeNotes, SummaryData
+from ndlightnet.training.language.summary_task import SummaryTask
 from ndlightnet.training.language.text_cls_task import TextClsTask
 from ndlightnet.training.language.text_data import TextData
 from ndlightnet.training.language.text_mlm_task import MaskedTextTask
@@ -38,6 +40,7 @@ __all__ = [
     "ImageTask",
     "LabelledData",
     "ListOps",
+    "MadeNotes",
     "MadeSentences",
     "MaskedTextData",
     "MaskedTextTask",
@@ -51,6 +54,8 @@ __all__ = [
     "SeriesData",
     "SignalData",
     "SignalTask",
+    "SummaryData",
+    "SummaryTask",
     "TaskCLI",
     "TextClsTask",
     "TextData",

@@ -16,6 +16,7 @@ from ndlightnet.data.folders import class_names, find_root
 from ndlightnet.data.image.image_sets import read_images
 from ndlightnet.data.made import moving_phantoms, pathfinder
 from ndlightnet.data.made.digits import DIGITS, MOTIONS
+from ndlightnet.data.made.notes import VOCABULARY
 from ndlightnet.data.made.phantoms import LABELS
 from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.series.regular_series import read_series
@@ -101,6 +102,9 @@ def batch_for(cli: training.TaskCLI):
     if isinstance(task, TextClsTask):
         words = [torch.randint(net.vocab_size, (n,)) for n in (9, 14)]
         return PackCollate(None)([(x, float(i) if task.regression else i, i) for i, x in enumerate(words)])
+    if isinstance(task, training.SummaryTask):
+        words = [torch.randint(net.vocab_size, (n,)) for n in (9, 14)]
+        return data.collate([(x, x[:5], i) for i, x in enumerate(words)])
     if isinstance(task, training.PretrainTask):
         return torch.randn(2, net.in_chans, *[16] * net.dims), None, None
     if isinstance(task, training.ForecastTask):
@@ -178,7 +182,7 @@ DRAWN = {
 }
 
 
-def tokens_of(data: training.TextData, config: str) -> int | None:
+def tokens_of(data: training.TextData | training.SummaryData, config: str) -> int | None:
     """The size of the vocabulary of a config's data, which it names or with which its comment makes them; None if it
     is not here."""
     made = re.search(r"tokenize .*--(tokenizer|train) (\S+)", config)
@@ -198,6 +202,9 @@ def agrees_with_its_data(cli: training.TaskCLI, config: str) -> None:
         assert net.vocab_size >= (tokens_of(data, config) or 0)
     elif isinstance(task, TextClsTask):
         assert not net.per_token and (net.num_classes == 1) == task.regression
+    elif isinstance(data, training.SummaryData):
+        made = isinstance(data, training.MadeNotes)
+        assert net.vocab_size >= (VOCABULARY if made else tokens_of(data, config) or 0)
     elif classes is None and not root.exists():
         return
     elif isinstance(data, training.ImageFolders):

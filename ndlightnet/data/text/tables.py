@@ -1,4 +1,4 @@
-"""Tables of texts and labels: TSV, CSV and JSON Lines, plain, .gz or .xz."""
+"""Tables of texts and labels, TSV, CSV and JSON Lines, and texts with their summaries, plain, .gz or .xz."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ class Row(NamedTuple):
     line: int
 
 
+class Reference(NamedTuple):
+    """A text, and one or more that are written of it, none if they are not asked for. line: in the file, from 1."""
+
+    source: str
+    targets: tuple[str, ...]
+    line: int
+
+
 def read_table(path: Path, texts: Sequence[str], label: str | None, header: bool = True) -> list[Row]:
     """Return the rows of a table, .tsv, .csv or .jsonl, unpacked if its name ends in .gz or .xz, without empty lines.
     Quotation marks enclose a field of .csv, and are part of one of .tsv.
@@ -38,19 +46,34 @@ def read_table(path: Path, texts: Sequence[str], label: str | None, header: bool
     kind = ending(path)
     if kind not in (".tsv", ".csv", ".jsonl"):
         raise DataError(f"{path}: expected a table, .tsv, .csv or .jsonl, plain, .gz or .xz")
-    content = read_bytes(path).numpy().tobytes()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise DataError(f"{path}, line {line}: is not UTF-8, byte {content[error.start]:#04x}") from error
+    text = _decoded(path)
     columns = [*texts, *([] if label is None else [label])]
     if kind == ".jsonl":
-        cells = _objects(path, text, columns)
+        cells = ((line, [_plain_text(value) for value in values]) for line, values in _objects(path, text, columns))
     else:
         lines = _quoted(path, text) if kind == ".csv" else _plain(text)
         cells = _columns(path, lines, columns, header)
     rows = [Row(tuple(row[: len(texts)]), "".join(row[len(texts) :]), line) for line, row in cells]
+    if not rows:
+        raise DataError(f"{path}: has no rows")
+    return rows
+
+
+def read_references(path: Path, source: str, target: str | None) -> list[Reference]:
+    """Return the texts of a .jsonl, unpacked if its name ends in .gz or .xz, and what is to be written of each. A
+    source that is a list of texts, such as sentences, is joined; a target that is one has several references.
+
+    Raises DataError as `read_table`, and for a target without a text.
+    """
+    if ending(path) != ".jsonl":
+        raise DataError(f"{path}: expected .jsonl, plain, .gz or .xz")
+    fields, rows = [source, *([] if target is None else [target])], []
+    for line, values in _objects(path, _decoded(path), fields):
+        texts = [value if isinstance(value, list) else [value] for value in values]
+        for name, several in zip(fields, texts, strict=True):
+            if not several or not all(isinstance(text, str) and text.strip() for text in several):
+                raise DataError(f"{path}, line {line}: the field {name}, expected a text, or a list of texts")
+        rows.append(Reference(" ".join(texts[0]), tuple(texts[1]) if target else (), line))
     if not rows:
         raise DataError(f"{path}: has no rows")
     return rows
@@ -104,7 +127,8 @@ def _columns(path: Path, lines: Cells, columns: Sequence[str], header: bool) -> 
             yield line, [fields[number] for number in numbers]
 
 
-def _objects(path: Path, text: str, columns: Sequence[str]) -> Cells:
+def _objects(path: Path, text: str, columns: Sequence[str]) -> Iterator[tuple[int, list[Any]]]:
+    """Yield the line and the values of `columns` of each object of a .jsonl."""
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -116,4 +140,17 @@ def _objects(path: Path, text: str, columns: Sequence[str]) -> Cells:
         values = [fields.get(column) if isinstance(fields, dict) else None for column in columns]
         if None in values:
             raise DataError(f"{path}, line {number}: has no field {columns[values.index(None)]}")
-        yield number, [value if isinstance(value, str) else json.dumps(value) for value in values]
+        yield number, values
+
+
+def _plain_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _decoded(path: Path) -> str:
+    content = read_bytes(path).numpy().tobytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}, line {line}: is not UTF-8, byte {content[error.start]:#04x}") from error

@@ -1,4 +1,4 @@
-"""Language models, masked models and classification of texts."""
+"""Language models, masked models, classification of texts, summaries."""
 
 COMMANDS = {
     "text_lm": {
@@ -26,5 +26,11 @@ COMMANDS = {
         "data": "language.sentence_data:SentenceData",
         "config": "made_sentences",
         "commands": {"table": "language.table_command:table"},
+    },
+    "summarize": {
+        "line": "summaries of texts, or any text from another",
+        "task": "language.summary_task:SummaryTask",
+        "data": "language.summary_data:SummaryData",
+        "config": "made_notes",
     },
 }

@@ -1,0 +1,77 @@
+"""Beam search: the most likely target of a source, by an encoder and a decoder."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Finished(NamedTuple):
+    """A target that has ended, or has as many words as it may: its score and its words without the ends."""
+
+    score: float
+    words: list[int]
+
+
+@torch.no_grad()
+def beam_search(
+    network: Any,
+    source: Tensor,
+    length: int,
+    *,
+    begin: int,
+    end: int,
+    mask: Tensor | None = None,
+    beams: int = 1,
+    length_penalty: float = 1.0,
+) -> list[list[int]]:
+    """Return the target of each source that a search finds most likely, its words between `begin` and `end`.
+
+    A beam is a beginning of a target; of all its continuations by a word, the `beams` most likely ones go on. One whose
+    last word is `end`, while among the `beams` best, is finished. A sample is through when `beams` of its targets are
+    finished, or after `length` words. The result has the highest log-likelihood / words ** length_penalty, the end
+    being a word. beams=1 takes the most likely word each time.
+
+    network: a Seq2Seq, in eval mode; it writes word by word, and keeps what its mixers keep. source: (batch, source
+    length), int64. mask: bool of that shape, False = padding. length: most words of a target, `end` included.
+    Raises ValueError for numbers out of range.
+    """
+    vocabulary = network.vocab_size
+    for name, value in (("length", length), ("beams", beams)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: expected 1 or more")
+    for name, value in (("begin", begin), ("end", end)):
+        if not 0 <= value < vocabulary:
+            raise ValueError(f"{name}={value}: expected 0 to {vocabulary - 1}, a word of the network's vocabulary")
+    batch, device = len(source), source.device
+    state = network.init_state(source, mask)
+    state = state.rows(torch.arange(batch, device=device).repeat_interleave(beams))
+    # all beams of a sample are alike at first: one goes on
+    scores = torch.full((batch, beams), -torch.inf, device=device)
+    scores[:, 0] = 0.0
+    targets = torch.full((batch, beams, 1), begin, dtype=torch.int64, device=device)
+    finished: list[list[Finished]] = [[] for _ in range(batch)]
+    first = torch.arange(batch, device=device)[:, None] * beams  # of a sample's rows
+    for count in range(1, length + 1):
+        logits, state = network.advance(targets[:, :, -1:].flatten(0, 1), state)
+        steps = logits[:, -1].float().log_softmax(-1).view(batch, beams, -1)
+        # twice as many as beams: of them at most `beams` end
+        best, index = (scores[..., None] + steps).flatten(1).topk(min(2 * beams, beams * vocabulary))
+        beam, word = index // vocabulary, index % vocabulary
+        targets = torch.cat([targets[torch.arange(batch, device=device)[:, None], beam], word[..., None]], 2)
+        ends = word == end
+        last = count == length
+        stops = ends | last
+        for row, place in stops[:, :beams].nonzero().tolist():
+            if len(finished[row]) < beams and best[row, place] > -torch.inf:
+                words = targets[row, place, 1:].tolist()
+                score = float(best[row, place]) / count**length_penalty
+                finished[row].append(Finished(score, words[:-1] if ends[row, place] else words))
+        if last or all(len(targets_of) == beams for targets_of in finished):
+            break
+        scores, kept = best.masked_fill(ends, -torch.inf).topk(beams)
+        targets = targets.gather(1, kept[..., None].expand(-1, -1, targets.shape[2]))
+        state = state.rows((first + beam.gather(1, kept)).flatten())
+    return [max(targets_of, key=lambda one: one.score).words if targets_of else [] for targets_of in finished]

@@ -1,0 +1,197 @@
+"""Seq2Seq: an encoder reads a text as a whole, a decoder that reads its output writes another, word by word."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ndlightnet.models.backbone import NDLightNet
+from ndlightnet.models.config import recorded
+from ndlightnet.models.hub import Pretrained
+from ndlightnet.nn.block import init_network
+from ndlightnet.nn.cross_block import CrossBlock
+from ndlightnet.nn.initial import Device
+from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.mixers.base import Factories, layer_factories
+from ndlightnet.nn.position import MDTPE
+from ndlightnet.ops.dtypes import check_tensors
+from ndlightnet.parallel import refuse_shards
+
+
+class DecoderState(NamedTuple):
+    """State of a decoder after the tokens so far, with a row for each sample."""
+
+    tokens: Tensor  # (batch,) int64: tokens so far
+    tpe: Tensor | None  # (batch, dim, states)
+    layers: tuple[Any, ...]  # of each block, see CrossBlock.init_state
+    context: Tensor  # (batch, source length, dim)
+    context_mask: Tensor | None  # (batch, source length)
+
+    def rows(self, index: Tensor) -> DecoderState:
+        """Return the state with these rows, int64 (rows,), which may repeat: beams of a sample, or beams that others
+        take the place of."""
+        picked: DecoderState = tree_map(lambda x: x[index] if isinstance(x, Tensor) else x, self)
+        return picked
+
+
+class Decoder(nn.Module):
+    """Tokens on one axis -> MD-TPE -> causal blocks that read a context -> norm.
+
+    mixer, cross: as in Seq2Seq. tpe_states: 0 for no MD-TPE.
+    """
+
+    def __init__(
+        self, dim: int, depth: int, mixer: Factories, cross: Factories, tpe_states: int = 128, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        mixers = layer_factories("decoder_mixer", mixer, depth, dims=1, causal=True)
+        # without `dims`: a layer that reads another source mixes nothing locally
+        crosses = layer_factories("cross", cross, depth, dims=None)
+        self.tpe = MDTPE(1, dim, tpe_states, False, True) if tpe_states else None
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.blocks = nn.ModuleList(
+            CrossBlock(dim, *pair, dropout=dropout) for pair in zip(mixers, crosses, strict=True)
+        )
+        for block in self.blocks:
+            reach = getattr(block.cross, "reach", 0)
+            if reach is None:
+                raise ValueError(
+                    "cross: its reach=None depends on the length of the target, which is not known while it is "
+                    "written; expected a number, such as {'CosformerAttention': {'reach': 4096}}"
+                )
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+
+    def forward(self, x: Tensor, context: Tensor, context_mask: Tensor | None = None) -> Tensor:
+        """Map tokens (batch, length, dim) and a context (batch, source length, dim) to features (batch, length, dim).
+        context_mask: bool (batch, source length), False = padding. No token sees a later one."""
+        x = self.drop(x if self.tpe is None else self.tpe(x))
+        for block in self.blocks:
+            x = block(x, context, context_mask)
+        return self.norm(x)
+
+    def init_state(self, context: Tensor, context_mask: Tensor | None = None) -> DecoderState:
+        """Return the state before the first token, for `advance`."""
+        batch, device = len(context), context.device
+        layers = tuple(block.init_state(batch, device) for block in self.blocks)
+        tpe = None if self.tpe is None else self.tpe.init_state(batch, (), device)
+        return DecoderState(torch.zeros(batch, dtype=torch.int64, device=device), tpe, layers, context, context_mask)
+
+    def advance(self, x: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """Map the next tokens (batch, length, dim) to the features of `forward`, and return the next state. It grows
+        only by mixers that cannot advance, such as softmax attention."""
+        tpe, layers = state.tpe, []
+        if self.tpe is not None:
+            x, tpe = self.tpe.advance(x, tpe)
+        x = self.drop(x)
+        for block, before in zip(self.blocks, state.layers, strict=True):
+            x, after = block.advance(x, before, state.tokens, state.context, state.context_mask)
+            layers.append(after)
+        return self.norm(x), state._replace(tokens=state.tokens + x.shape[1], tpe=tpe, layers=tuple(layers))
+
+
+class Seq2Seq(Pretrained):
+    """Map a text to another (Vaswani et al. 2017): an NDLightNet reads the source, not causally; a decoder of causal
+    blocks with cross attention predicts each word of the target from those before it. One table of words is the
+    embedding of both and, transposed, the head.
+
+    Args:
+        vocab_size: words, of source and target.
+        embed_dim, depth, decoder_depth: width and numbers of blocks.
+        mixer: of the encoder, as in NDLightNet. decoder_mixer: of the decoder's causal form; default: as the encoder's.
+            cross: how the decoder's layers read the encoder's output, a mixer with a cross form; default: LightNet
+            attention without a position code, as positions of a source and a target have nothing in common.
+        tpe: MD-TPE after both embeddings. tpe_states: its states.
+        dropout: of the embedded tokens and of each branch of a block.
+        device, dtype: as in NDLightNet.
+    """
+
+    encoder: Any
+    decoder: Any
+
+    @recorded
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        embed_dim: int = 512,
+        depth: int = 6,
+        decoder_depth: int = 6,
+        mixer: Factories = LightNetAttention,
+        decoder_mixer: Factories | None = None,
+        cross: Factories | None = None,
+        tpe: bool = True,
+        tpe_states: int = 128,
+        dropout: float = 0.0,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if decoder_depth < 1:
+            raise ValueError(f"decoder_depth={decoder_depth}: expected 1 or more")
+        if decoder_mixer is None and isinstance(mixer, list | tuple):
+            raise ValueError("decoder_mixer=None: expected one beside a list for the encoder's layers")
+        self.vocab_size, self.embed_dim = vocab_size, embed_dim
+        self.encoder = NDLightNet(
+            1,
+            num_classes=0,
+            vocab_size=vocab_size,
+            embed_dim=embed_dim,
+            depth=depth,
+            mixer=mixer,
+            tpe=tpe,
+            tpe_states=tpe_states,
+            dropout=dropout,
+        )
+        if cross is None:
+            cross = partial(LightNetAttention, lrpe=None)
+        later = mixer if decoder_mixer is None else decoder_mixer
+        self.decoder = Decoder(embed_dim, decoder_depth, later, cross, tpe_states if tpe else 0, dropout)
+        init_network(self.decoder)
+
+    @property
+    def pipeline_tag(self) -> str | None:
+        return "summarization"
+
+    def encode(self, source: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map words (batch, source length), int64, to what the decoder reads, (batch, source length, embed_dim). mask:
+        bool (batch, source length), False = padding."""
+        features: Tensor = self.encoder.forward_features(source, mask)
+        return features
+
+    def forward(self, source: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return logits (batch, target length, vocab_size) of the word after each word of the target.
+
+        source: (batch, source length), int64; mask: bool of the same shape, False = padding: each sample gets what it
+        gets alone. target: (batch, target length), int64, whose padding is at the end, where no word sees it.
+        Raises ValueError for other shapes and for words outside the vocabulary.
+        """
+        refuse_shards("Seq2Seq")
+        check_tensors(source=source, target=target)
+        if source.ndim != 2 or target.ndim != 2 or len(source) != len(target):
+            raise ValueError(
+                f"source {tuple(source.shape)}, target {tuple(target.shape)}: expected (batch, source length) and "
+                "(batch, target length)"
+            )
+        return self._logits(self.decoder(self._embed(target), self.encode(source, mask), mask))
+
+    def init_state(self, source: Tensor, mask: Tensor | None = None) -> DecoderState:
+        """Read a source (batch, source length) and return the state before the first word of its target."""
+        state: DecoderState = self.decoder.init_state(self.encode(source, mask), mask)
+        return state
+
+    def advance(self, words: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """Map the next words (batch, length) of targets to the logits of `forward`, and return the next state."""
+        features, state = self.decoder.advance(self._embed(words), state)
+        return self._logits(features), state
+
+    def _embed(self, words: Tensor) -> Tensor:
+        # the residual stream stays in the parameters' precision under autocast
+        x: Tensor = self.encoder.embed(words)
+        return x.to(self.decoder.norm.weight.dtype)
+
+    def _logits(self, features: Tensor) -> Tensor:
+        return nn.functional.linear(features, self.encoder.embed.weight)

@@ -1,0 +1,170 @@
+"""Texts and their summaries, or any texts and what is to be written of them: .jsonl files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.folders import list_files
+from ndlightnet.data.made.notes import make_notes
+from ndlightnet.data.text.tables import Reference, read_references
+from ndlightnet.data.text.text_files import ending, read_pieces
+from ndlightnet.data.text.tokenizer import BYTES, FILE, load_tokenizer
+from ndlightnet.training.core.data_module import held_out
+from ndlightnet.training.core.options import check
+from ndlightnet.training.language.tokenized import TokenizedData
+from ndlightnet.training.report.results import log_rank_zero
+
+NOT_COUNTED = -100  # torch's label of what a loss leaves out
+
+
+class Pairs(NamedTuple):
+    """A batch: sources (batch, source length) with mask, False = padding; of each target its words but the last,
+    (batch, target length), and what follows each, with NOT_COUNTED behind its end; numbers (batch,). All int64."""
+
+    source: Tensor
+    mask: Tensor
+    inputs: Tensor
+    labels: Tensor
+    numbers: Tensor
+
+
+def collate_pairs(items: Sequence[tuple[Tensor, Tensor, int]]) -> Pairs:
+    """Return the batch of samples (source (n,), target (m,), number)."""
+    sources, targets, numbers = zip(*items, strict=True)
+    lengths = torch.tensor([len(source) for source in sources])
+    source = pad_sequence(sources, batch_first=True)
+    return Pairs(
+        source,
+        torch.arange(source.shape[1]) < lengths[:, None],
+        pad_sequence([target[:-1] for target in targets], batch_first=True),
+        pad_sequence([target[1:] for target in targets], batch_first=True, padding_value=NOT_COUNTED),
+        torch.tensor(numbers),
+    )
+
+
+class SummaryData(TokenizedData):
+    """Texts with summaries: .jsonl files, plain, .gz or .xz, of objects with two fields, see `read_references`. Of
+    several references the first is learnt from. `rows` has the texts to test or predict, `row_names` the line or the
+    file of each, `unreadable` a line for each file that could not be read to predict.
+
+    Args:
+        root: the folder of the files.
+        train, test: the files to train and to test on.
+        val: the file to validate on, or the fraction of `train` that is held out for it; 0: none.
+        source, target: names of the fields.
+        tokenizer: a name, file, folder, or the checkpoint of another training, see `load_tokenizer`.
+        length, target_length: most tokens of a source and of a target, each with the one that ends it; what is longer
+            is cut, with a note.
+        batch_size: samples in a batch, padded to the longest of it.
+        workers: processes that prepare batches.
+        input: for predict: a .jsonl with the field `source`, or a text, or a folder of such files.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        train: str = "train.jsonl",
+        val: float | str = 0.05,
+        test: str = "test.jsonl",
+        source: str = "document",
+        target: str = "summary",
+        tokenizer: str = BYTES,
+        length: int = 512,
+        target_length: int = 64,
+        batch_size: int = 32,
+        workers: int = 0,
+        input: str | None = None,
+    ) -> None:
+        super().__init__(root, batch_size, workers, input)
+        check("data.val", val, isinstance(val, str) or 0 <= val < 1, "a file, or a fraction below 1")
+        for name, tokens in (("length", length), ("target_length", target_length)):
+            check(f"data.{name}", tokens, tokens > 1, "2 or more tokens, one of them the end")
+        self.train, self.val, self.test, self.source_field, self.target_field = train, val, test, source, target
+        self.tokenizer_source, self.length, self.target_length = tokenizer, length, target_length
+        self.collate = collate_pairs
+        self.rows: list[Reference] = []
+        self.row_names: list[str] = []
+        self.unreadable: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage in ("test", "predict"):
+            return  # the tokenizer is that of the training before, or comes with the checkpoint
+        self.tokenizer = self.tokenizer or load_tokenizer(self.tokenizer_source)
+        train = self.root / self.train
+        rows = self._read(train)
+        if isinstance(self.val, str):
+            file, held = self.root / self.val, self._read(self.root / self.val)
+        else:
+            numbers, file = held_out(self.val, len(rows)), train
+            held = [rows[n] for n in sorted(numbers)]
+            rows = [row for n, row in enumerate(rows) if n not in numbers]
+        if not rows:
+            raise DataError(f"{train}: val={self.val} leaves none of its rows to train on")
+        self.train_set, self.val_set = self._pairs(train, rows), self._pairs(file, held)
+
+    def _read(self, path: Path) -> list[Reference]:
+        return read_references(path, self.source_field, self.target_field)
+
+    def _pairs(self, path: Path, rows: list[Reference]) -> list[tuple[Tensor, Tensor, int]]:
+        """Return the samples. A target begins and ends with the token that ends a text."""
+        tokenizer, cut = self.loaded_tokenizer(), 0
+        sources = tokenizer.encode([row.source for row in rows])
+        targets = tokenizer.encode([row.targets[0] if row.targets else "" for row in rows])
+        samples, end = [], tokenizer.end
+        for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+            cut += len(source) >= self.length or len(target) >= self.target_length
+            texts = [*source[: self.length - 1], end], [end, *target[: self.target_length - 1], end]
+            samples.append((*map(torch.tensor, texts), number))
+        if cut:
+            limits = f"length={self.length} or target_length={self.target_length}"
+            log_rank_zero([f"{path}: {cut} of {len(rows)} samples are cut to {limits} tokens"])
+        return samples
+
+    def test_dataloader(self) -> Any:
+        path = self.root / self.test
+        self.rows = self._read(path)
+        self.row_names = [str(row.line) for row in self.rows]
+        return self.still_loader(self._pairs(path, self.rows))
+
+    def predict_dataloader(self) -> Any:
+        path = Path(self.check_input("a file or a folder to predict", self.tokenizer is not None))
+        self.rows, self.row_names, self.unreadable = [], [], []
+        for file in map(Path, list_files(path)):
+            try:
+                if ending(file) == ".jsonl":
+                    rows = read_references(file, self.source_field, None)
+                    names = [f"{file}, line {row.line}" for row in rows]
+                else:
+                    rows, names = [Reference("".join(piece.text for piece in read_pieces(file)), (), 1)], [str(file)]
+            except DataError as error:
+                self.unreadable.append(str(error))
+                continue
+            self.rows += rows
+            self.row_names += names
+        return self.still_loader(self._pairs(path, self.rows))
+
+
+class MadeNotes(SummaryData):
+    """Notes and their news, which are made under `root` if they do not exist yet, with a tokenizer, see
+    ndlightnet.data.made.notes.
+
+    samples: number of training and of test notes. sentences: of a note.
+    """
+
+    def __init__(self, root: str, samples: tuple[int, int] = (6000, 500), sentences: int = 4, **kwargs: Any) -> None:
+        super().__init__(root, **kwargs)
+        check("data.samples", samples, min(samples) > 0, "1 or more of each")
+        check("data.sentences", sentences, sentences > 0, "1 or more")
+        self.samples, self.sentences, self.tokenizer_source = samples, sentences, str(self.root / FILE)
+
+    def prepare_data(self) -> None:
+        if self.trainer is None or not self.trainer.predicting:
+            make_notes(self.root, *self.samples, self.sentences)

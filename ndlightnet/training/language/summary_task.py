@@ -1,0 +1,179 @@
+"""Summaries: a Seq2Seq that writes a text of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics.functional.text import rouge_score
+
+from ndlightnet.data.errors import printable
+from ndlightnet.inference.beam_search import beam_search
+from ndlightnet.training.core.costs import training_costs
+from ndlightnet.training.core.options import check
+from ndlightnet.training.language.summary_data import NOT_COUNTED, Pairs
+from ndlightnet.training.language.tokenized import TokenizedTask
+from ndlightnet.training.report.page import number, write_html
+from ndlightnet.training.report.results import write_csv, write_metrics
+
+ROUGES = ("rouge1", "rouge2", "rougeL")
+SHOWN = 30  # samples on the page, evenly spaced from the worst to the best
+PAGE = """
+{% extends "base" %}
+{% block content %}
+{{ table(["", "ROUGE-1", "ROUGE-2", "ROUGE-L"], scores) }}
+{% for one in samples %}
+<h2>ROUGE-L {{ one.score }}: {{ one.written }} <span class="soft">line {{ one.name }}</span></h2>
+<p>Reference: {{ one.reference }}</p>
+<p class="soft">{{ one.source }}</p>
+{% endfor %}
+{% endblock %}
+"""
+
+
+def rouge(written: str, references: Sequence[str]) -> dict[str, float]:
+    """Return ROUGE-1, 2 and L (Lin, 2004) of a text, the F of stemmed words: the best over the references."""
+    scores = rouge_score(written, [list(references)], "best", use_stemmer=True, rouge_keys=ROUGES)
+    return {name: float(scores[f"{name}_fmeasure"]) for name in ROUGES}
+
+
+def first_sentence(text: str) -> str:
+    """Return a text up to the first full stop before a space."""
+    return text.split(". ", 1)[0]
+
+
+class SummaryTask(TokenizedTask):
+    """Trains `net`, a Seq2Seq, on the cross-entropy of each word of a summary after those before it. `test` writes
+    ROUGE-1, 2 and L, with those of the first sentence of each text for comparison, into metrics.json, test.csv and
+    index.html; `predict` writes predictions.csv.
+
+    Args:
+        net, lr, weight_decay: as in Task.
+        label_smoothing: share of the probability that is spread over all words in training.
+        beams, length_penalty: of the search for a summary, see ndlightnet.inference.beam_search. It has at most the
+            data's `target_length` words, the end one of them.
+        others: as in Task.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        lr: float = 5e-4,
+        weight_decay: float = 0.05,
+        label_smoothing: float = 0.1,
+        beams: int = 4,
+        length_penalty: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
+        check("model.label_smoothing", label_smoothing, 0 <= label_smoothing < 1, "a fraction below 1")
+        check("model.beams", beams, beams > 0, "1 or more")
+        self.label_smoothing, self.beams, self.length_penalty = label_smoothing, beams, length_penalty
+
+    def _loss(self, logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+        flat = logits.flatten(0, 1).float(), labels.flatten()
+        return nn.functional.cross_entropy(*flat, ignore_index=NOT_COUNTED, label_smoothing=smoothing)
+
+    def training_step(self, batch: Pairs, _: int) -> Tensor:
+        loss = self._loss(self(batch.source, batch.inputs, batch.mask), batch.labels, self.label_smoothing)
+        self.log("loss", loss, prog_bar=True, batch_size=len(batch.source))
+        return loss
+
+    def validation_step(self, batch: Pairs, _: int) -> None:
+        logits = self.net(batch.source, batch.inputs, batch.mask)
+        loss, words = self._loss(logits, batch.labels), batch.labels != NOT_COUNTED
+        right = (logits.argmax(-1) == batch.labels)[words].float().mean()
+        size = int(words.sum())
+        self.log("val_loss", loss, prog_bar=True, batch_size=size, sync_dist=True)
+        self.log("val_accuracy", right, prog_bar=True, batch_size=size, sync_dist=True)
+        self.log("val_score", -loss, batch_size=size, sync_dist=True)
+
+    def on_test_epoch_start(self) -> None:
+        self.written: dict[int, str] = {}  # of each sample, what was written
+        self.losses: dict[int, float] = {}  # and the mean loss of a word of its reference
+
+    on_predict_epoch_start = on_test_epoch_start
+
+    def test_step(self, batch: Pairs, _: int) -> None:
+        logits = self.net(batch.source, batch.inputs, batch.mask)
+        for row, index in enumerate(batch.numbers.tolist()):
+            self.losses[index] = float(self._loss(logits[row : row + 1], batch.labels[row : row + 1]))
+        self.predict_step(batch, 0)
+
+    def predict_step(self, batch: Pairs, _: int) -> None:
+        data = self.data()
+        end = data.loaded_tokenizer().end
+        options: dict[str, Any] = {"beams": self.beams, "length_penalty": self.length_penalty}
+        results = beam_search(
+            self.net, batch.source, data.target_length, begin=end, end=end, mask=batch.mask, **options
+        )
+        for index, words in zip(batch.numbers.tolist(), results, strict=True):
+            self.written[index] = data.tokenizer.decode(words).strip()
+
+    def on_test_epoch_end(self) -> None:
+        written, losses = self.gathered(self.written), self.gathered(self.losses)
+        if not self.trainer.is_global_zero:
+            return
+        data, out = self.data(), self.out()
+        rows = {index: data.rows[index] for index in written}
+        scores = {index: rouge(written[index], row.targets) for index, row in rows.items()}
+        leads = [rouge(first_sentence(row.source), row.targets) for row in rows.values()]
+        means = {name: mean(one[name] for one in scores.values()) for name in ROUGES}
+        lead = {name: mean(one[name] for one in leads) for name in ROUGES}
+        metrics = {
+            **means,
+            "first_sentence": lead,
+            "loss": mean(losses.values()),
+            "texts": len(rows),
+            "beams": self.beams,
+            **training_costs(self.net, self.cost),
+        }
+        write_metrics(out, metrics)
+        head = ("line", "source", "reference", "written", *ROUGES)
+        lines = [
+            (
+                row.line,
+                row.source,
+                " | ".join(row.targets),
+                written[index],
+                *(f"{scores[index][x]:.6f}" for x in ROUGES),
+            )
+            for index, row in rows.items()
+        ]
+        write_csv(out / "test.csv", head, lines)
+        order = sorted(rows, key=lambda index: scores[index]["rougeL"])
+        places = {round(place * (len(order) - 1) / max(1, SHOWN - 1)) for place in range(SHOWN)}
+        samples = [
+            {
+                "score": number(scores[index]["rougeL"]),
+                "written": written[index],
+                "name": rows[index].line,
+                "reference": " | ".join(rows[index].targets),
+                "source": rows[index].source,
+            }
+            for index in (order[place] for place in sorted(places))
+        ]
+        table = [
+            (name, *(number(values[x]) for x in ROUGES))
+            for name, values in (("written", means), ("the first sentence", lead))
+        ]
+        values = ", ".join(f"{x.replace('rouge', 'ROUGE-')} {means[x]:.3f}" for x in ROUGES)
+        summary = (
+            f"{values} over {len(rows)} texts (their first sentences {', '.join(f'{x:.3f}' for x in lead.values())})"
+        )
+        title = f"Test: {printable(data.root)}"
+        write_html(out / "index.html", PAGE, title=title, summary=summary, failures=[], scores=table, samples=samples)
+        self.summary = f"{summary}; see {out / 'index.html'}"
+
+    def on_predict_epoch_end(self) -> None:
+        """Write predictions.csv: of each text its file, and line, and what was written of it."""
+        data = self.data()
+        self.failures += data.unreadable
+        self.gather_lines()
+        written, file = self.gathered(self.written), self.out() / "predictions.csv"
+        if not self.trainer.is_global_zero or not written:
+            return
+        write_csv(file, ("file", "written"), [(data.row_names[index], text) for index, text in written.items()])
+        self.summary = f"{len(written)} texts; see {file}"
