@@ -13,7 +13,7 @@ from ndlightnet.models.backbone import NDLightNet
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.block import init_network
-from ndlightnet.nn.cross_block import CrossBlock
+from ndlightnet.nn.cross_block import CrossBlock, CrossState
 from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, layer_factories
@@ -27,9 +27,7 @@ class DecoderState(NamedTuple):
 
     tokens: Tensor  # (batch,) int64: tokens so far
     tpe: Tensor | None  # (batch, dim, states)
-    layers: tuple[Any, ...]  # of each block, see CrossBlock.init_state
-    context: Tensor  # (batch, source length, dim)
-    context_mask: Tensor | None  # (batch, source length)
+    layers: tuple[CrossState, ...]
 
     def rows(self, index: Tensor) -> DecoderState:
         """Return the state with these rows, int64 (rows,), which may repeat: beams of a sample, or beams that others
@@ -43,6 +41,9 @@ class Decoder(nn.Module):
 
     mixer, cross: as in Seq2Seq. tpe_states: 0 for no MD-TPE.
     """
+
+    tpe: Any
+    blocks: Any
 
     def __init__(
         self, dim: int, depth: int, mixer: Factories, cross: Factories, tpe_states: int = 128, dropout: float = 0.0
@@ -76,9 +77,9 @@ class Decoder(nn.Module):
     def init_state(self, context: Tensor, context_mask: Tensor | None = None) -> DecoderState:
         """Return the state before the first token, for `advance`."""
         batch, device = len(context), context.device
-        layers = tuple(block.init_state(batch, device) for block in self.blocks)
+        count = torch.zeros(batch, dtype=torch.int64, device=device)
         tpe = None if self.tpe is None else self.tpe.init_state(batch, (), device)
-        return DecoderState(torch.zeros(batch, dtype=torch.int64, device=device), tpe, layers, context, context_mask)
+        return DecoderState(count, tpe, tuple(block.before(context, context_mask) for block in self.blocks))
 
     def advance(self, x: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """Map the next tokens (batch, length, dim) to the features of `forward`, and return the next state. It grows
@@ -88,7 +89,7 @@ class Decoder(nn.Module):
             x, tpe = self.tpe.advance(x, tpe)
         x = self.drop(x)
         for block, before in zip(self.blocks, state.layers, strict=True):
-            x, after = block.advance(x, before, state.tokens, state.context, state.context_mask)
+            x, after = block.advance(x, before, state.tokens)
             layers.append(after)
         return self.norm(x), state._replace(tokens=state.tokens + x.shape[1], tpe=tpe, layers=tuple(layers))
 

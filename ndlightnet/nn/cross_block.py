@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid
 from ndlightnet.nn.block import Block
-from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers import LightNetAttention
-from ndlightnet.nn.mixers.base import Factory, Mixer, reads_context
+from ndlightnet.nn.mixers.base import Factory, Mixer, reads_context, streaming
+
+
+class CrossState(NamedTuple):
+    """State of a block after the tokens so far, with a row for each sample."""
+
+    memory: Any  # of the mixer; of one that cannot advance, such as softmax attention, the normed tokens so far
+    tail: Tensor  # the last normed tokens that the cross attention looks back at, as a short convolution does
+    summary: Any  # what the cross attention keeps of the context
+    source: Grid  # the grid of the context
 
 
 class CrossBlock(Block):
@@ -32,44 +40,43 @@ class CrossBlock(Block):
         """Map tokens (batch, length, dim) and a context (batch, source length, dim) to tokens. context_mask: bool
         (batch, source length), False = padding."""
         x = x + self.dropout(self.mixer(self.norm1(x), causal=True))
-        x = x + self.dropout(self._read(self.norm_cross(x), context, context_mask))
+        masked = {} if context_mask is None else {"mask": context_mask}
+        x = x + self.dropout(self.cross(self.norm_cross(x), context=context, **masked))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
-    def _read(self, x: Tensor, context: Tensor, mask: Tensor | None, layout: Grid | None = None) -> Tensor:
-        options: dict[str, Any] = {"context": context} if mask is None else {"context": context, "mask": mask}
-        if layout is not None and isinstance(self.cross, Mixer):
-            options["layout"] = layout
-        y: Tensor = self.cross(x, **options)
-        return y
-
-    def init_state(self, batch: int, device: Device = None, space: Space = ()) -> tuple[Any, Tensor]:
-        """Return the state before the first token, for `advance`: that of the mixer, or the normed tokens so far of one
-        that cannot advance, such as softmax attention; and the last tokens that the cross attention looks back at, as
-        those with a short convolution do."""
-        weight = self.norm1.weight
+    def before(self, context: Tensor, context_mask: Tensor | None = None) -> CrossState:
+        """Return the state before the first token, for `advance`."""
+        weight, batch = self.norm1.weight, len(context)
 
         def tokens(count: int) -> Tensor:
-            return torch.zeros(batch, count, *weight.shape, dtype=weight.dtype, device=device)
+            return torch.zeros(batch, count, *weight.shape, dtype=weight.dtype, device=context.device)
 
-        state = super().init_state(batch, device, space) if hasattr(self.mixer, "advance") else tokens(0)
-        return state, tokens(getattr(self.cross, "lookback", 0))
+        streams, source = hasattr(self.mixer, "advance"), Grid.of(context)
+        memory = self.init_state(batch, context.device) if streams else tokens(0)
+        summary = mixer_of(self.cross).summarize_source(context, source, context_mask)
+        return CrossState(memory, tokens(getattr(self.cross, "lookback", 0)), summary, source)
 
-    def advance(  # type: ignore[override]
-        self, x: Tensor, state: Any, position: int | Tensor, context: Tensor, context_mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+    def advance(self, x: Tensor, state: CrossState, position: int | Tensor) -> tuple[Tensor, CrossState]:  # type: ignore[override]
         """Map the next tokens (batch, length, dim) and the state before them to those of `forward` and the state after
         them. position: number of tokens before them, an int or (batch,)."""
-        length, (memory, tail) = x.shape[1], state
+        length, (memory, tail, summary, source) = x.shape[1], state
         y = self.norm1(x)
         if hasattr(self.mixer, "advance"):
-            y, memory = self.mixer.advance(y, memory, position)
+            y, memory = streaming(self.mixer).advance(y, memory, position)
         else:
             memory = torch.cat([memory, y.to(memory.dtype)], 1)
             y = self.mixer(memory, causal=True)[:, -length:]
         x = x + self.dropout(y)
         back = tail.shape[1]
         y = torch.cat([tail, self.norm_cross(x).to(tail.dtype)], 1)
-        tail = y[:, length:]
-        layout = Grid((y.shape[1],)).after(position - back)
-        x = x + self.dropout(self._read(y, context, context_mask, layout)[:, back:])
-        return x + self.dropout(self.mlp(self.norm2(x))), (memory, tail)
+        grid = Grid((y.shape[1],)).after(position - back)
+        y, tail = mixer_of(self.cross).read_source(y, grid, summary, source)[:, back:], y[:, length:]
+        x = x + self.dropout(y)
+        return x + self.dropout(self.mlp(self.norm2(x))), CrossState(memory, tail, summary, source)
+
+
+def mixer_of(module: nn.Module) -> Mixer:
+    """Return a Mixer. Raises ValueError for another module: it has no form that reads a source step by step."""
+    if not isinstance(module, Mixer):
+        raise ValueError(f"{type(module).__name__} is no Mixer: it cannot read a source step by step")
+    return module

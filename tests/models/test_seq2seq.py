@@ -3,8 +3,11 @@
 import pytest
 import torch
 from torch.autograd import grad
+from torch.utils._pytree import tree_leaves
 
 from ndlightnet.models import Seq2Seq
+from ndlightnet.nn import mixers
+from ndlightnet.nn.mixers.base import reads_context
 
 WORDS = 31
 SMALL = {"embed_dim": 64, "depth": 2, "decoder_depth": 2, "tpe_states": 8}
@@ -75,6 +78,31 @@ def test_word_by_word(pattern, close):
     order = torch.tensor([2, 0, 0, 1])
     logits, _ = net.advance(target[order, 6:], state.rows(order))
     close(logits, expected[order, 6:], 1e-9)
+
+
+CROSS = [name for name in mixers.__all__ if isinstance(kind := getattr(mixers, name), type) and reads_context(kind)]
+
+
+@pytest.mark.parametrize("name", CROSS)
+def test_word_by_word_by_every_mixer_with_a_cross_form(name, close):
+    options = {"reach": 40} if name == "CosformerAttention" else {}
+    net, (source, target, mask) = network((PATTERNS["LightNet"][0], None, {name: options})), texts()
+    state, pieces = net.init_state(source, mask), []
+    for words in target.split(1, 1):
+        logits, state = net.advance(words, state)
+        pieces.append(logits)
+    close(torch.cat(pieces, 1), net(source, target, mask), 1e-9)
+
+
+@pytest.mark.parametrize("cross", [None, "LAVO"])
+def test_a_state_does_not_grow(cross):
+    """Neither with the source nor with the target."""
+    net, sizes = network(("LightNetAttention", None, cross)), set()
+    for source, target in ((3, 1), (50, 1), (3, 40)):
+        state = net.init_state(torch.zeros(1, source, dtype=torch.int64))
+        _, state = net.advance(torch.zeros(1, target, dtype=torch.int64), state)
+        sizes.add(sum(x.numel() for x in tree_leaves(state) if isinstance(x, torch.Tensor)))
+    assert len(sizes) == 1
 
 
 def test_who_sees_whom():

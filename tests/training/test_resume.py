@@ -1,5 +1,6 @@
 """A training that is killed and goes on is the training that was never killed, bit for bit."""
 
+import json
 import os
 import signal
 import sys
@@ -51,6 +52,11 @@ KINDS = {
         f"NDLightNet, {{{NET}, dims: 3, in_chans: 1, num_classes: 2, patch_size: 2}}",
         """VolumeFolders, {size: [6, 5, 4], batch_size: 4, validation: 0.2, train_limit: 20,
             augment: {flip_axes: [0, 2], shift: 1, turn: 0.5}}""",
+    ),
+    "summaries": (
+        training.SummaryTask,
+        "models.Seq2Seq, {vocab_size: 256, embed_dim: 8, depth: 1, decoder_depth: 1, dropout: 0.2}",
+        "SummaryData, {batch_size: 4, val: 0.2}",
     ),
 }
 CONFIG = """
@@ -140,6 +146,11 @@ def write(kind: str, root: Path) -> Path:
             arrays[f"{split}_images"] = rng.integers(0, 256, (count, 8, 8), np.uint8)
             arrays[f"{split}_labels"] = rng.integers(0, 3, (count, 1))
         np.savez(root, **arrays)
+        return root
+    if kind == "summaries":
+        root.mkdir()
+        texts = [{"document": f"text {number}" * (1 + number % 3), "summary": f"{number}"} for number in range(25)]
+        (root / "train.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
         return root
     for split, count in (("train", 13), ("test", 1)):
         for name, deviation in (("dark", 1.0), ("bright", 2.0)):

@@ -48,6 +48,7 @@ def read_table(path: Path, texts: Sequence[str], label: str | None, header: bool
         raise DataError(f"{path}: expected a table, .tsv, .csv or .jsonl, plain, .gz or .xz")
     text = _decoded(path)
     columns = [*texts, *([] if label is None else [label])]
+    cells: Cells
     if kind == ".jsonl":
         cells = ((line, [_plain_text(value) for value in values]) for line, values in _objects(path, text, columns))
     else:

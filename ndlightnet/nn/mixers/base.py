@@ -113,6 +113,17 @@ class Mixer(Initialized, ABC):
         context dim) on the grid `source`. mask: of the context."""
         raise ValueError(f"context: {type(self).__name__} has no cross form")
 
+    def summarize_source(self, context: Tensor, source: Grid, mask: Tensor | None) -> tuple[Any, ...]:
+        """Return what `read_source` reads of a context (batch, source length, context dim), as often as it is called:
+        tensors with a row for each sample, or None. Here it is the context and its mask; a mixer for which less
+        suffices, or some of the work can be done once, overrides both methods."""
+        return context, mask
+
+    def read_source(self, x: Tensor, grid: Any, summary: tuple[Any, ...], source: Grid) -> Tensor:
+        """Return `mix_context` for the context of a summary."""
+        context, mask = summary
+        return self.mix_context(x, grid, context, source, mask)
+
     def values(self, x: Tensor) -> Tensor:
         """Map tokens (batch, length, dim) to what the mixer moves between tokens (batch, length,
         channels), each from its own token: v_proj(x), or x itself without a v_proj."""

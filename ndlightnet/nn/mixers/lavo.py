@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -108,10 +108,16 @@ class LAVO(StreamingMixer):
         return layout.flatten(self._output(q, mean, local))
 
     def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
+        return self.read_source(x, grid, self.summarize_source(context, source, mask), source)
+
+    def summarize_source(self, context: Tensor, source: Grid, mask: Tensor | None) -> tuple[Tensor]:
         self._check(context)
         # the mean of the values is the value of the mean
         mean = token_mean(context, mask).to(context.dtype)
-        return self._output(self._split(self.q_proj(x)), self._split(self.v_proj(mean))[:, None])
+        return (self._split(self.v_proj(mean))[:, None],)
+
+    def read_source(self, x: Tensor, grid: Grid, summary: tuple[Any, ...], source: Grid) -> Tensor:
+        return self._output(self._split(self.q_proj(x)), *summary)
 
     def _check(self, source: Tensor) -> None:
         if source.shape[-1] != self.v_proj.in_features:

@@ -183,15 +183,20 @@ class LightNetAttention(Constants, LocalMixer):
         return self._output(attention(), gate, beside)
 
     def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
+        return self.read_source(x, grid, self.summarize_source(context, source, mask), source)
+
+    def summarize_source(self, context: Tensor, source: Grid, mask: Tensor | None) -> State:
         self._refuse_window()
+        k, v = (y.unflatten(-1, (self.heads, -1)) for y in project(context, self.k_proj, self.v_proj))
+        return summarize(k, v, mask=mask, position=self.lrpe(source) if self.lrpe else None, impl=self.impl)
+
+    def read_source(self, x: Tensor, grid: Grid, summary: Any, source: Grid) -> Tensor:
         if self.lrpe:
             check_axes(grid, source, "; use lrpe=None")
         queries, gate = project(x, self.q_proj, self.gate[0])  # type: ignore[arg-type]
-        keys, values = project(context, self.k_proj, self.v_proj)
-        q, k, v, gate = self._heads(queries, keys, values, gate)
-        at, of = (self.lrpe(grid), self.lrpe(source)) if self.lrpe else (None, None)
-        state = summarize(k, v, mask=mask, position=of, impl=self.impl)
-        return self._output(read(q, state, position=at, impl=self.impl), gate)
+        q = queries.unflatten(-1, (self.heads, self.head_dim))
+        at = self.lrpe(grid) if self.lrpe else None
+        return self._output(read(q, State(*summary), position=at, impl=self.impl), gate)
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v as (batch, length, heads, head_dim)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -46,11 +47,20 @@ class SoftmaxAttention(Mixer):
         return self.o_proj(y.flatten(2))
 
     def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
+        return self.read_source(x, grid, self.summarize_source(context, source, mask), source)
+
+    def summarize_source(self, context: Tensor, source: Grid, mask: Tensor | None) -> tuple[Any, ...]:
         (context,) = zero_padding(mask, context)
-        q, k, v = self._heads((self.q_proj(x), self.k_proj(context), self.v_proj(context)))
+        k, v = self._heads((self.k_proj(context), self.v_proj(context)))
+        if self.lrpe:
+            (k,) = self.lrpe.rotate(source, k)
+        return k, v, mask
+
+    def read_source(self, x: Tensor, grid: Grid, summary: tuple[Any, ...], source: Grid) -> Tensor:
+        (q,), (k, v, mask) = self._heads((self.q_proj(x),)), summary
         if self.lrpe:
             check_axes(grid, source, "; use rotary=False")
-            (q,), (k,) = self.lrpe.rotate(grid, q), self.lrpe.rotate(source, k)
+            (q,) = self.lrpe.rotate(grid, q)
         return self.o_proj(_attend(grid, q, k, v, mask).flatten(2))
 
     def _heads(self, qkv: Iterable[Tensor]) -> list[Tensor]:

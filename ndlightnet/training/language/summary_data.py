@@ -39,7 +39,7 @@ def collate_pairs(items: Sequence[tuple[Tensor, Tensor, int]]) -> Pairs:
     """Return the batch of samples (source (n,), target (m,), number)."""
     sources, targets, numbers = zip(*items, strict=True)
     lengths = torch.tensor([len(source) for source in sources])
-    source = pad_sequence(sources, batch_first=True)
+    source = pad_sequence([*sources], batch_first=True)
     return Pairs(
         source,
         torch.arange(source.shape[1]) < lengths[:, None],
@@ -121,8 +121,8 @@ class SummaryData(TokenizedData):
         samples, end = [], tokenizer.end
         for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
             cut += len(source) >= self.length or len(target) >= self.target_length
-            texts = [*source[: self.length - 1], end], [end, *target[: self.target_length - 1], end]
-            samples.append((*map(torch.tensor, texts), number))
+            words = torch.tensor([*source[: self.length - 1], end])
+            samples.append((words, torch.tensor([end, *target[: self.target_length - 1], end]), number))
         if cut:
             limits = f"length={self.length} or target_length={self.target_length}"
             log_rank_zero([f"{path}: {cut} of {len(rows)} samples are cut to {limits} tokens"])
