@@ -3,14 +3,12 @@ links and paths lead somewhere; the first page stays short."""
 
 import ast
 import re
-import wave
 from pathlib import Path
 
 import pytest
 import torch
 
 from ndlightnet.__main__ import DOORS
-from ndlightnet.data.signal.recordings import read_recordings
 from ndlightnet.nn import mixers
 
 ROOT = Path(__file__).parents[1]
@@ -52,27 +50,6 @@ def test_the_examples_do_what_they_say(page, tmp_path, monkeypatch, close):
                     close(value, eval(same[1], names), 1e-5)
             checked += bool(shape or same)
     assert checked >= 4
-
-
-def test_the_lines_that_make_spoken_digits(tmp_path, monkeypatch):
-    """From recordings of the data set's form to a folder that the task reads."""
-    pytest.importorskip("av")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recordings").mkdir()
-    signals = {"3_lucas_11": [5, -7, 300] * 2000, "7_theo_0": [1, 2, -32768], "3_lucas_2": [9] * 999}
-    for name, samples in signals.items():
-        with wave.open(f"recordings/{name}.wav", "wb") as file:
-            file.setparams((1, 2, 8000, 0, "NONE", ""))
-            file.writeframes(torch.tensor(samples, dtype=torch.int16).numpy().tobytes())
-    with wave.open("recordings/8_theo_0.wav", "wb") as file:  # stereo of 24 bits: 2 and 4 times 256
-        file.setparams((2, 3, 8000, 0, "NONE", ""))
-        file.writeframes(bytes([0, 2, 0, 0, 4, 0]) * 99)
-    signals["8_theo_0"] = [3] * 99
-    (block,) = (one for one in blocks(ROOT / "tasks" / "README.md", "python") if "AudioResampler" in one)
-    exec(block, {})
-    read = read_recordings(tmp_path / "spoken_digits")
-    assert [x.tolist() for x in read.signals] == [signals[name] for name in sorted(signals)]
-    assert (read.digits, read.takes, read.rate) == ((3, 3, 7, 8), (11, 2, 0, 0), 8000)
 
 
 def test_the_pictures_config_is_one(tmp_path):

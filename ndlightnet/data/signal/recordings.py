@@ -1,12 +1,14 @@
 """Recordings of spoken digits, and their spectra: signals of different lengths.
 
-A folder holds `audio.flac`, all recordings end to end in one channel, and `index.npz`: `offsets`
-(recordings + 1,) in samples, `digit` and `take` (recordings,). Takes 0 to 4 are the test split.
+A folder holds files DIGIT_SPEAKER_TAKE.wav, as the Free Spoken Digit Dataset has them, or `audio.flac`, all recordings
+end to end in one channel, and `index.npz`: `offsets` (recordings + 1,) in samples, `digit` and `take` (recordings,).
+Takes 0 to 4 are the test split.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -61,7 +63,7 @@ def read_recordings(folder: str | Path) -> Recordings:
         raise DataError(f"{folder}: no such folder")
     index = folder / "index.npz"
     if not index.is_file():
-        raise DataError(f"{index}: no such file")
+        return _separate(folder)
     with readable(index), np.load(index) as file:
         offsets, digits, takes = (file[k].tolist() for k in ("offsets", "digit", "take"))
     if not len(offsets) - 1 == len(digits) == len(takes) > 0:
@@ -78,6 +80,22 @@ def read_recordings(folder: str | Path) -> Recordings:
         )
     signals = audio[offsets[0] : offsets[-1]].split(sizes)
     return Recordings(signals, tuple(digits), tuple(takes), rate)
+
+
+def _separate(folder: Path) -> Recordings:
+    """Read recordings of a file each."""
+    paths = sorted(folder.glob("*.wav"))
+    if not paths:
+        raise DataError(f"{folder}: expected files DIGIT_SPEAKER_TAKE.wav, or index.npz and audio.flac")
+    names = [re.fullmatch(r"(\d)_.+_(\d+)", path.stem) for path in paths]
+    read = [read_audio(path) for path in paths]
+    for path, name, (_, rate) in zip(paths, names, read, strict=True):
+        if name is None:
+            raise DataError(f"{path}: expected a name DIGIT_SPEAKER_TAKE.wav, such as 7_jackson_32.wav")
+        if rate != read[0][1]:
+            raise DataError(f"{path}: {rate} samples a second, expected {read[0][1]} as in {paths[0].name}")
+    digits, takes = (tuple(int(name[group]) for name in names if name) for group in (1, 2))
+    return Recordings(tuple(signal for signal, _ in read), digits, takes, read[0][1])
 
 
 def normalized(signal: Tensor) -> Tensor:

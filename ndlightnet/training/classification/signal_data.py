@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 from ndlightnet.data.errors import DataError
@@ -42,10 +41,6 @@ class SignalData(LabelledData):
     @property
     def channels(self) -> int:
         return self.spectrum[0] // 2 if self.spectrum else 1
-
-    @property
-    def source(self) -> Path:
-        return self.root / "index.npz"
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

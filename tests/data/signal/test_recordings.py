@@ -89,10 +89,25 @@ def shorten(path, share):
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
 
 
+def test_a_file_for_each_recording(tmp_path):
+    """As the data set has them."""
+    signals = {"3_lucas_11": [5, -7, 300] * 2000, "7_theo_0": [1, 2, -32768], "3_lucas_2": [9] * 999}
+    for name, samples in signals.items():
+        wav(tmp_path / f"{name}.wav", np.array(samples, np.int16).tobytes())
+    read = read_recordings(tmp_path)
+    assert (read.rate, read.digits, read.takes) == (8000, (3, 3, 7), (11, 2, 0))
+    for signal, name in zip(read.signals, sorted(signals), strict=True):
+        assert signal.tolist() == signals[name]
+    wav(tmp_path / "7_theo_1.wav", b"ab", rate=16000)
+    refuses(lambda: read_recordings(tmp_path), tmp_path / "7_theo_1.wav", "16000 samples a second, expected 8000")
+    (tmp_path / "7_theo_1.wav").rename(tmp_path / "seven.wav")
+    refuses(lambda: read_recordings(tmp_path), tmp_path / "seven.wav", "expected a name DIGIT_SPEAKER_TAKE.wav")
+
+
 DAMAGE = {
     "no folder": (lambda f, _: f.rename(f.with_name("gone")), r"digits: no such folder"),
     "no audio": (lambda f, _: (f / "audio.flac").unlink(), r"audio.flac: no such file"),
-    "no index": (lambda f, _: (f / "index.npz").unlink(), r"index.npz: no such file"),
+    "no index": (lambda f, _: (f / "index.npz").unlink(), "expected files DIGIT_SPEAKER_TAKE.wav, or index.npz and"),
     "text as audio": (lambda f, _: (f / "audio.flac").write_text("x" * 99), r"audio.flac: "),
     "half of the audio": (lambda f, _: shorten(f / "audio.flac", 0.5), r"audio.flac: "),
     "text as index": (lambda f, _: (f / "index.npz").write_text("x"), r"index.npz: cannot be read"),

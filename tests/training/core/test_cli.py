@@ -98,7 +98,7 @@ def test_a_command_without_a_config_names_that_of_its_door(tmp_path, monkeypatch
     [
         (TextData("no/text.xz"), "enwik8", "no/text.xz"),
         (SeriesData("no", "hours.csv"), "ett", "no/hours.csv"),
-        (SignalData("no"), "spoken_digits", "no/index.npz"),
+        (SignalData("no"), "spoken_digits", "no"),
         (VolumeFolders("no", [8, 8, 8]), "adrenal28", "no"),
     ],
 )
