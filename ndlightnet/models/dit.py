@@ -14,7 +14,7 @@ from ndlightnet.layout import Grid, uncut_patches
 from ndlightnet.layout.abstract import check_integers, check_not_empty
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
-from ndlightnet.nn.adaptive import AdaptiveBlock, Modulation, TimeEmbedding, modulate
+from ndlightnet.nn.adaptive import AdaptiveBlock, Modulation, PrefixBlock, TimeEmbedding, modulate
 from ndlightnet.nn.block import init_network
 from ndlightnet.nn.embedding import Embedding, Patchify
 from ndlightnet.nn.initial import Device
@@ -30,7 +30,7 @@ DIT_SIZES: dict[str, tuple[int, int]] = {"S": (384, 12), "B": (768, 12), "L": (1
 
 class NDLightDiT(Pretrained):
     """Diffusion transformer: noisy cells, their time and their class -> what a sampler asks for (velocity or noise).
-    Patches -> MD-TPE -> blocks with adaptive norms -> patches, on any number of axes; initially the output is 0.
+    Patches -> MD-TPE -> blocks -> patches, on any number of axes; initially the output is 0.
 
     Args:
         dims: number of axes of the input (1 signals, 2 images, 3 videos and volumes, ...).
@@ -39,6 +39,8 @@ class NDLightDiT(Pretrained):
         size: "S", "B", "L" or "XL": the defaults of `embed_dim` and `depth`, in DIT_SIZES.
         patch_size: cells per token, an int or one per axis.
         embed_dim, depth: width and number of blocks.
+        condition: how blocks depend on time and class: "adaln" by adaptive norms, as in DiT; "tokens" by a token of
+            each in front of the grid, for LightNet attention only, with 1.5 times as many blocks.
         mixer, tpe, tpe_states: as in NDLightNet.
         device, dtype: as in NDLightNet.
 
@@ -48,11 +50,14 @@ class NDLightDiT(Pretrained):
     Inputs may have any size, in every call: sizes that the patch does not divide are padded at the end, and the output
     is cropped.
 
-    Depths and widths are DiT's. (The generation networks in the paper of LightNet have 1.5 times the layers, and cannot
-    have adaptive norms in each of them.) With patches of 2 x 2 cells of 4 channels and 1,000 classes the four sizes
+    Depths and widths are DiT's. With patches of 2 x 2 cells of 4 channels and 1,000 classes the four sizes
     have 33.2, 131, 459 and 677 million parameters, 0.94, 0.47, 0.31 and 0.31 % more than DiT's, which include a
     variance in the output: an output gate, local mixing and MD-TPE are added, and the gated MLP has no biases.
     `tpe_states` is a quarter of NDLightNet's for that.
+
+    LightNet's paper does not say how its networks are conditioned. It prints 18, 18, 36 and 42 layers and 33, 131, 470
+    and 680 million parameters (Table 11), too few for adaptive norms in each layer; condition="tokens" with
+    `published_mixer` has as many layers and 33.5, 130.9, 460.1 and 678.3 million.
     """
 
     head_of: ClassVar = {"num_classes": "class_embed."}
@@ -69,6 +74,7 @@ class NDLightDiT(Pretrained):
         patch_size: int | Sequence[int] = 2,
         embed_dim: int | None = None,
         depth: int | None = None,
+        condition: Literal["adaln", "tokens"] = "adaln",
         mixer: Factories = LightNetAttention,
         tpe: bool = True,
         tpe_states: int = 32,
@@ -78,7 +84,10 @@ class NDLightDiT(Pretrained):
         super().__init__()
         if size not in DIT_SIZES:
             raise ValueError(f"size={size!r}: expected 'S', 'B', 'L' or 'XL'")
+        if condition not in ("adaln", "tokens"):
+            raise ValueError(f"condition={condition!r}: expected 'adaln' or 'tokens'")
         width, blocks = DIT_SIZES[size]
+        blocks = blocks if condition == "adaln" else blocks * 3 // 2
         width = width if embed_dim is None else embed_dim
         blocks = blocks if depth is None else depth
         check_integers(1, dims=dims, in_chans=in_chans, embed_dim=width, depth=blocks)
@@ -90,9 +99,11 @@ class NDLightDiT(Pretrained):
         self.tpe = MDTPE(dims, width, tpe_states) if tpe else None
         self.time_embed = TimeEmbedding(width)
         self.class_embed = Embedding(num_classes + 1, width, "y") if num_classes else None
-        self.blocks = nn.ModuleList(AdaptiveBlock(width, factory) for factory in factories)
-        self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.modulation = Modulation(width, 2)
+        adaptive = condition == "adaln"
+        block = AdaptiveBlock if adaptive else PrefixBlock
+        self.blocks = nn.ModuleList(block(width, factory) for factory in factories)
+        self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=not adaptive)
+        self.modulation = Modulation(width, 2) if adaptive else None
         self.unembed = nn.Linear(width, math.prod(self.embed.patch) * in_chans)
         self.grad_checkpointing = False
         init_network(self)
@@ -132,14 +143,18 @@ class NDLightDiT(Pretrained):
         # the residual stream stays in the parameters' precision under autocast
         tokens, dtype = grid.flatten(tokens), weight.dtype
         tokens = tokens.to(dtype) if self.tpe is None else self.tpe(tokens, layout=grid, dtype=dtype)
-        condition = self._condition(t, y, len(x), x.device)
+        time, label = self._condition(t, y, len(x), x.device)
+        condition = time if label is None else time + label
+        if self.modulation is None:
+            prefix = torch.stack([time] if label is None else [time, label], 1)
+            tokens = torch.cat([prefix.to(tokens.dtype), tokens], 1)
         for block in self.blocks:
             if self.grad_checkpointing and self.training:
                 tokens = checkpoint(block, tokens, condition, grid, use_reentrant=False)
             else:
                 tokens = block(tokens, condition, grid)
-        shift, scale = self.modulation(condition)
-        patches = self.unembed(modulate(self.norm(tokens), shift, scale))
+        tokens = self.norm(tokens[:, -grid.length :])
+        patches = self.unembed(tokens if self.modulation is None else modulate(tokens, *self.modulation(condition)))
         cells = uncut_patches(grid.unflatten(patches), self.embed.patch)
         for axis, size in enumerate(x.shape[2:], start=1):
             cells = cells.narrow(axis, 0, size)
@@ -149,20 +164,22 @@ class NDLightDiT(Pretrained):
 
         def __call__(self, x: Tensor, t: Tensor | float, y: Tensor | None = None) -> Tensor: ...
 
-    def _condition(self, t: Tensor | float, y: Tensor | None, batch: int, device: torch.device) -> Tensor:
-        """Return the condition (batch, embed_dim) of times and classes."""
+    def _condition(
+        self, t: Tensor | float, y: Tensor | None, batch: int, device: torch.device
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the embedded times and classes, (batch, embed_dim) each; None of a network without classes."""
         times = torch.as_tensor(t, device=device)
         if times.shape not in ((), (batch,)):
             raise ValueError(f"t {tuple(times.shape)}: expected one time or ({batch},)")
-        condition: Tensor = self.time_embed(times.expand(batch))
+        time: Tensor = self.time_embed(times.expand(batch))
         if self.class_embed is None:
-            return condition
+            return time, None
         if y is None:
             y = torch.full((batch,), self.num_classes, device=device)
         elif self.training and self.class_dropout:
             dropped = torch.rand(batch, device=device) < self.class_dropout
             y = y.masked_fill(dropped, self.num_classes)
-        return condition + self.class_embed(y)
+        return time, self.class_embed(y)
 
     def _check(self, x: Tensor, y: Tensor | None) -> None:
         check_floats(input=x)

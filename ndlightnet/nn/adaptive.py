@@ -1,17 +1,19 @@
-"""Adaptive normalisation: shifts, scales and gates that follow from a condition, such as the time
-of a diffusion and a class."""
+"""Blocks that depend on a condition, such as the time of a diffusion and a class: by adaptive norms, whose shifts,
+scales and gates follow from it, or by tokens of it in front of the grid."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Layout
-from ndlightnet.nn.block import GLU, mix
+from ndlightnet.layout import Grid, Layout
+from ndlightnet.nn.block import GLU, Block, mix
 from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.ops.recurrence.chunks import exact
 
 PERIOD = 10_000  # the slowest sinusoid turns once in 2 pi times as many units of time
@@ -84,3 +86,21 @@ class AdaptiveBlock(Initialized):
         y = modulate(self.norm1(x), shift1, scale1)
         x = x + gate1 * mix(self.mixer, y, None, False, layout)
         return x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2))
+
+
+class PrefixBlock(Block):
+    """A Block of tokens of a grid behind those of a condition, which LightNet attention reads at position 0 and local
+    mixing leaves out. Raises ValueError for another mixer."""
+
+    mixer: Any
+
+    def __init__(self, dim: int, mixer: Callable[[int], nn.Module]) -> None:
+        super().__init__(dim, mixer)
+        if not isinstance(self.mixer, LightNetAttention):
+            raise ValueError(f"{type(self.mixer).__name__} with tokens of a condition: expected LightNetAttention")
+
+    def forward(self, x: Tensor, condition: Tensor, layout: Grid) -> Tensor:  # type: ignore[override]
+        """Map tokens (batch, condition tokens + length, dim) to the same shape. condition: not used, it is in x."""
+        prefix = x.shape[1] - layout.length
+        x = x + self.mixer.mix(self.norm1(x), layout, None, False, prefix=prefix)
+        return x + self.mlp(self.norm2(x))

@@ -9,9 +9,11 @@ from ndlightnet import NDLightDiT
 from ndlightnet.layout import Grid
 from ndlightnet.models import DIT_SIZES
 from ndlightnet.nn.adaptive import TimeEmbedding
+from ndlightnet.nn.mixers import published_mixer
 
 SPACES = {1: (7,), 2: (5, 6), 3: (3, 4, 5), 4: (2, 3, 2, 5)}
 SMALL = {"embed_dim": 16, "depth": 2, "tpe_states": 4}
+each_condition = pytest.mark.parametrize("condition", ["adaln", "tokens"])
 each_space = pytest.mark.parametrize("dims, space", SPACES.items())
 
 
@@ -28,8 +30,9 @@ def trained(*args, **options):
 
 @each_space
 @pytest.mark.parametrize("patch", [1, 2])
-def test_the_output_has_the_size_of_the_input(dims, space, patch):
-    net = trained(dims, 3, 5, patch_size=patch).eval()
+@each_condition
+def test_the_output_has_the_size_of_the_input(dims, space, patch, condition):
+    net = trained(dims, 3, 5, patch_size=patch, condition=condition).eval()
     x = torch.randn(2, 3, *space)
     y = net(x, torch.tensor([3.0, 900.0]), torch.tensor([1, 4]))
     assert y.shape == x.shape and y.dtype == x.dtype and y.isfinite().all()
@@ -62,8 +65,9 @@ def test_patches_lie_where_they_were_cut():
     torch.testing.assert_close(net(x, 1.0), x)
 
 
-def test_time_and_class_matter_and_are_those_of_their_sample(close):
-    net = trained(2, 1, 4).eval()
+@each_condition
+def test_time_and_class_matter_and_are_those_of_their_sample(close, condition):
+    net = trained(2, 1, 4, condition=condition).eval()
     x, t, y = torch.randn(3, 1, 4, 4), torch.tensor([10.0, 500, 990]), torch.tensor([0, 1, 3])
     all_at_once = net(x, t, y)
     for i in range(3):
@@ -112,6 +116,35 @@ def test_parameters_are_within_a_percent_of_dit(size):
     net = NDLightDiT(2, 4, 1000, size=size, device="meta")
     assert sum(p.numel() for p in net.parameters()) == pytest.approx(dit, rel=1e-2)
     assert (net.embed_dim, len(net.blocks)) == DIT_SIZES[size]
+
+
+@pytest.mark.parametrize("size, layers, millions", [("S", 18, 33), ("B", 18, 131), ("L", 36, 470), ("XL", 42, 680)])
+def test_parameters_with_tokens_of_the_condition_are_those_of_the_paper(size, layers, millions):
+    """Table 11, rounded there to whole millions; its L is 2 % larger than this reading."""
+    net = NDLightDiT(2, 4, 1000, size=size, condition="tokens", mixer=published_mixer, device="meta")
+    assert len(net.blocks) == layers
+    assert sum(p.numel() for p in net.parameters()) / 1e6 == pytest.approx(millions, rel=0.025)
+
+
+def test_tokens_of_the_condition_are_the_formula(close):
+    """In float64: those of time and class are read by every token, and their own results are not part of the output."""
+    net, x = trained(2, 1, 4, condition="tokens", patch_size=1).double().eval(), torch.randn(2, 1, 3, 4).double()
+    t, y = torch.tensor([3.0, 800.0]), torch.tensor([1, 4])
+    grid = Grid((3, 4))
+    tokens = net.tpe(net.embed(x)).flatten(1, 2)
+    tokens = torch.cat([net.time_embed(t)[:, None], net.class_embed(y)[:, None], tokens], 1)
+    for block in net.blocks:
+        tokens = tokens + block.mixer.mix(block.norm1(tokens), grid, None, False, prefix=2)
+        tokens = tokens + block.mlp(block.norm2(tokens))
+    expected = net.unembed(net.norm(tokens[:, 2:])).view(2, 3, 4, 1).movedim(-1, 1)
+    close(net(x, t, y), expected, 1e-10)
+
+
+def test_tokens_of_the_condition_need_lightnet_attention():
+    with pytest.raises(ValueError, match="SoftmaxAttention with tokens of a condition: expected LightNetAttention"):
+        NDLightDiT(2, **SMALL, condition="tokens", mixer="SoftmaxAttention")
+    with pytest.raises(ValueError, match="condition='cross': expected 'adaln' or 'tokens'"):
+        NDLightDiT(2, **SMALL, condition="cross")
 
 
 @pytest.mark.parametrize("mixer", ["SoftmaxAttention", {"GLA": {"scan": "axes"}}, "list"])
