@@ -5,15 +5,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import diagrams
+from ndlightnet import NDLightNet
 from ndlightnet.nn import mixers
 from ndlightnet_evidence import catalogue
+from ndlightnet_evidence.line import Line
 
 CONFIGS = Path(__file__).parents[2] / "tasks/evidence/configs"
 NETS = {
     "ladder/text": {"dims": 1, "vocab_size": 256, "causal": True, "depth": 6, "embed_dim": 96},
     "ladder/grids": {"dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 1, "depth": 1, "embed_dim": 96},
+    "images/pathfinder": {"dims": 2, "in_chans": 1, "num_classes": 2, "patch_size": 1, "depth": 6, "embed_dim": 128},
     "images/cifar10": {"dims": 2, "num_classes": 10, "patch_size": 4, "depth": 1, "embed_dim": 96},
 }
 ROWS = [(file, row) for file in NETS for row in catalogue.changes(CONFIGS / f"{file}.yaml", None)]
@@ -64,6 +68,11 @@ def test_a_row_of_a_file_builds_its_network(file, row):
     net = catalogue.network({"class_path": "ndlightnet.NDLightNet", "init_args": NETS[file]}, change)
     if "net" not in change:
         assert (net.tpe is None) == (change.get("tpe") is False) and len(net.blocks) == NETS[file]["depth"]
+
+
+def test_a_line_reads_a_picture_row_after_row(close):
+    net, x = Line(in_chans=2, num_classes=3, patch_size=1, embed_dim=16, depth=1).eval(), torch.randn(2, 2, 3, 4)
+    close(net(x), NDLightNet.forward(net, torch.cat([x[:, :, row] for row in range(3)], -1)), 1e-6)
 
 
 def test_the_diagrams_show_the_times_of_the_table(tmp_path):

@@ -18,15 +18,16 @@ from rich.progress import track
 
 from ndlightnet.data.made.drawn_set import draw_once
 
-VERSION = 1  # of the pictures; to be raised when a change gives others for the same arguments
+VERSION = 2  # of the pictures; to be raised when a change gives others for the same arguments
 CLASSES = ("apart", "joined")
 DASH, GAP, CLEAR = 2.5, 1.5, 3.0  # pixels: of a dash, between dashes, between curves
 TURN = math.radians(35)  # most from dash to dash
 SHORT = 3  # dashes of a shorter curve
 ALIKE = 0.3  # most difference of two pairs' directions
 PICTURES = 2000  # attempts at one
-TRIES = 20  # turns of a dash, places of a curve
+PLACES, TURNS = 20, 8  # tries of a curve, and of a dash of it
 POINTS, FINE = 7, 4  # of a dash; cells of a pixel
+ALONG = np.linspace(0, DASH, POINTS)[:, None]
 
 Array = npt.NDArray[np.float64]
 
@@ -113,8 +114,7 @@ def _curves(rng: np.random.Generator, size: int, lengths: list[int], free: npt.N
     is no more free."""
     curves: list[Array] = []
     for length in lengths:
-        attempts = (_curve(rng, size, length, free) for _ in range(TRIES))
-        curve = next((curve for curve in attempts if curve is not None), None)
+        curve = _curve(rng, size, length, free)
         if curve is not None:
             curves.append(curve)
             free &= ~_around(curve, size)
@@ -122,24 +122,28 @@ def _curves(rng: np.random.Generator, size: int, lengths: list[int], free: npt.N
 
 
 def _curve(rng: np.random.Generator, size: int, length: int, free: npt.NDArray[np.bool_]) -> Array | None:
-    """Walk dash by dash where it is free, clear of the curve's own earlier dashes; None if there is no way."""
-    at, angle = rng.uniform(2, size - 3, 2), rng.uniform(0, 2 * math.pi)
-    curve = np.zeros((0, 2))
+    """Walk dash by dash where it is free, clear of the curve's own earlier dashes, from PLACES at once: the first
+    curve that gets to its end, None if there is none."""
+    at, angle = rng.uniform(2, size - 3, (PLACES, 2)), rng.uniform(0, 2 * math.pi, PLACES)
+    curves = np.zeros((PLACES, 0, 2))
     for _ in range(length):
-        angles = angle + rng.uniform(-TURN, TURN, TRIES)
+        walks = np.arange(len(at))
+        angles = angle[:, None] + rng.uniform(-TURN, TURN, (len(at), TURNS))
         steps = np.stack([np.sin(angles), np.cos(angles)], -1)
-        points = at + np.linspace(0, DASH, POINTS)[:, None] * steps[:, None]  # (tries, points, 2)
+        points = at[:, None, None] + ALONG * steps[:, :, None]  # (walks, turns, points, 2)
         cells = (FINE * points).round().astype(int).clip(0, len(free) - 1)
-        fits = free[cells[..., 0], cells[..., 1]].all(1)
-        if len(curve) > POINTS:
-            gaps = np.linalg.norm(points[:, :, None] - curve[:-POINTS], axis=-1)
-            fits &= gaps.min((1, 2)) >= CLEAR
-        if not fits.any():
+        fits = free[cells[..., 0], cells[..., 1]].all(2)
+        if curves.shape[1] > POINTS:
+            gaps = points[:, :, ::3, None] - curves[:, None, None, :-POINTS:3]  # of three points of a dash
+            fits &= (gaps * gaps).sum(-1).min((2, 3)) >= CLEAR * CLEAR
+        first = fits.argmax(1)
+        walks = walks[fits[walks, first]]
+        if not len(walks):
             return None
-        first = int(fits.argmax())
-        curve = np.concatenate([curve, points[first]])
-        at, angle = points[first, -1] + GAP * steps[first], angles[first]
-    return curve
+        dash, step = points[walks, first[walks]], steps[walks, first[walks]]
+        curves = np.concatenate([curves[walks], dash], 1)
+        at, angle = dash[:, -1] + GAP * step, angles[walks, first[walks]]
+    return np.asarray(curves[0])
 
 
 def _around(curve: Array, size: int) -> npt.NDArray[np.bool_]:

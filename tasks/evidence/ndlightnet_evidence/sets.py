@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ndlightnet import Replay
-from ndlightnet.training import ImageData, ImageFolders, TextData
+from ndlightnet.training import ImageData, ImageFolders, Pathfinder, TextData
 from ndlightnet.training.classification.scores import scores
 from ndlightnet.training.language.measures import extent, token_nll
 from ndlightnet.training.language.text_task import TextLoss
@@ -135,14 +135,17 @@ class Text(Samples):
 KINDS: dict[str, tuple[Any, type[Samples]]] = {
     "ImageData": (ImageData, Labelled),
     "ImageFolders": (ImageFolders, Labelled),
+    "Pathfinder": (Pathfinder, Labelled),
     "TextData": (TextData, Text),
 }
 
 
 def load(config: dict[str, Any]) -> Samples:
-    """Read the data of a config, whose class must be one of KINDS."""
+    """Read the data of a config, or make them, whose class must be one of KINDS."""
     name = config["data"]["class_path"].rpartition(".")[2]
     if name not in KINDS:
         raise ValueError(f"data: {name}: expected {', '.join(KINDS)}")
     module, kind = KINDS[name]
-    return kind(module(**config["data"]["init_args"]), config)
+    data = module(**config["data"]["init_args"])
+    data.prepare_data()
+    return kind(data, config)
