@@ -203,8 +203,8 @@ def agrees_with_its_data(cli: training.TaskCLI, config: str) -> None:
     elif isinstance(task, TextClsTask):
         assert not net.per_token and (net.num_classes == 1) == task.regression
     elif isinstance(data, training.SummaryData):
-        made = isinstance(data, training.MadeNotes)
-        assert net.vocab_size >= (VOCABULARY if made else tokens_of(data, config) or 0)
+        tokens = VOCABULARY if isinstance(data, training.MadeNotes) else tokens_of(data, config)
+        assert net.vocab_size >= (tokens or 0)
     elif classes is None and not root.exists():
         return
     elif isinstance(data, training.ImageFolders):

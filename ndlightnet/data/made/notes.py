@@ -5,6 +5,7 @@ key found near the mill". All words of the others are possible in it: which of t
 """
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +26,15 @@ VOCABULARY = 600  # most tokens: every word is one
 def make_notes(folder: Path, train: int = 6000, test: int = 500, sentences: int = 4, seed: int = 0) -> Path:
     """Write train.jsonl and test.jsonl, fields document and summary, no document twice, and the tokenizer of both;
     return `folder`. The same arguments give the same notes, and a set that exists is left as it is.
-    DataError if the folder holds anything else; ValueError for fewer than one of either, or of sentences."""
+    DataError if the folder holds anything else; ValueError for fewer than one of either or of sentences, and for more
+    than half of all notes that there are."""
     if min(train, test, sentences) < 1:
         raise ValueError(f"train={train}, test={test}, sentences={sentences}: expected 1 or more")
+    most = math.prod(map(len, (DAYS, COLOURS, THINGS, WHERE, PLACES))) // 2  # of one sentence
+    if sentences == 1 and train + test > most:
+        raise ValueError(
+            f"train={train}, test={test}: expected {most} notes of one sentence at most, or more sentences"
+        )
 
     def draw(draft: Path) -> None:
         rng, notes = np.random.default_rng(seed), dict[str, str]()

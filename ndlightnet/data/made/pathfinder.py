@@ -134,7 +134,7 @@ def _curve(rng: np.random.Generator, size: int, length: int, free: npt.NDArray[n
         cells = (FINE * points).round().astype(int).clip(0, len(free) - 1)
         fits = free[cells[..., 0], cells[..., 1]].all(2)
         if curves.shape[1] > POINTS:
-            gaps = points[:, :, ::3, None] - curves[:, None, None, :-POINTS:3]  # of three points of a dash
+            gaps = points[:, :, ::3, None] - curves[:, None, None, :-POINTS:3]  # of every third point
             fits &= (gaps * gaps).sum(-1).min((2, 3)) >= CLEAR * CLEAR
         first = fits.argmax(1)
         walks = walks[fits[walks, first]]

@@ -84,18 +84,22 @@ def read_recordings(folder: str | Path) -> Recordings:
 
 def _separate(folder: Path) -> Recordings:
     """Read recordings of a file each."""
-    paths = sorted(folder.glob("*.wav"))
+    paths, labels, signals, rates = sorted(folder.glob("[!.]*.wav")), [], [], []
     if not paths:
         raise DataError(f"{folder}: expected files DIGIT_SPEAKER_TAKE.wav, or index.npz and audio.flac")
-    names = [re.fullmatch(r"(\d)_.+_(\d+)", path.stem) for path in paths]
-    read = [read_audio(path) for path in paths]
-    for path, name, (_, rate) in zip(paths, names, read, strict=True):
+    for path in paths:
+        name = re.fullmatch("([0-9])_.+_([0-9]+)", path.stem)
         if name is None:
             raise DataError(f"{path}: expected a name DIGIT_SPEAKER_TAKE.wav, such as 7_jackson_32.wav")
-        if rate != read[0][1]:
-            raise DataError(f"{path}: {rate} samples a second, expected {read[0][1]} as in {paths[0].name}")
-    digits, takes = (tuple(int(name[group]) for name in names if name) for group in (1, 2))
-    return Recordings(tuple(signal for signal, _ in read), digits, takes, read[0][1])
+        labels.append((int(name[1]), int(name[2])))
+    for path in paths:
+        signal, rate = read_audio(path)
+        signals.append(signal)
+        rates.append(rate)
+        if rate != rates[0]:
+            raise DataError(f"{path}: {rate} samples a second, expected {rates[0]} as in {paths[0].name}")
+    digits, takes = zip(*labels, strict=True)
+    return Recordings(tuple(signals), digits, takes, rates[0])
 
 
 def normalized(signal: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class Row(NamedTuple):
     line: int
 
 
-class Reference(NamedTuple):
+class TextPair(NamedTuple):
     """A text, and one or more that are written of it, none if they are not asked for. line: in the file, from 1."""
 
     source: str
@@ -60,9 +60,10 @@ def read_table(path: Path, texts: Sequence[str], label: str | None, header: bool
     return rows
 
 
-def read_references(path: Path, source: str, target: str | None) -> list[Reference]:
+def read_pairs(path: Path, source: str, target: str | None) -> list[TextPair]:
     """Return the texts of a .jsonl, unpacked if its name ends in .gz or .xz, and what is to be written of each. A
-    source that is a list of texts, such as sentences, is joined; a target that is one has several references.
+    source that is a list of texts, such as sentences, is joined; a target that is one has several references. Blank
+    texts of a list are left out.
 
     Raises DataError as `read_table`, and for a target without a text.
     """
@@ -70,11 +71,15 @@ def read_references(path: Path, source: str, target: str | None) -> list[Referen
         raise DataError(f"{path}: expected .jsonl, plain, .gz or .xz")
     fields, rows = [source, *([] if target is None else [target])], []
     for line, values in _objects(path, _decoded(path), fields):
-        texts = [value if isinstance(value, list) else [value] for value in values]
-        for name, several in zip(fields, texts, strict=True):
-            if not several or not all(isinstance(text, str) and text.strip() for text in several):
+        texts = []
+        for name, value in zip(fields, values, strict=True):
+            several = value if isinstance(value, list) else [value]
+            if not all(isinstance(text, str) for text in several):
                 raise DataError(f"{path}, line {line}: the field {name}, expected a text, or a list of texts")
-        rows.append(Reference(" ".join(texts[0]), tuple(texts[1]) if target else (), line))
+            texts.append(tuple(text for text in several if text.strip()))
+            if not texts[-1]:
+                raise DataError(f"{path}, line {line}: the field {name} is blank, expected a text")
+        rows.append(TextPair(" ".join(texts[0]), () if target is None else texts[1], line))
     if not rows:
         raise DataError(f"{path}: has no rows")
     return rows
@@ -136,7 +141,7 @@ def _objects(path: Path, text: str, columns: Sequence[str]) -> Iterator[tuple[in
         try:
             fields: Any = json.loads(line)
             json.dumps(fields, ensure_ascii=False).encode()  # raises for a lone surrogate
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter of brackets, thousands deep
             raise DataError(f"{path}, line {number}: is not JSON ({error})") from error
         values = [fields.get(column) if isinstance(fields, dict) else None for column in columns]
         if None in values:

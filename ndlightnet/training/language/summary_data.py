@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import list_files
 from ndlightnet.data.made.notes import make_notes
-from ndlightnet.data.text.tables import Reference, read_references
+from ndlightnet.data.text.tables import TextPair, read_pairs
 from ndlightnet.data.text.text_files import ending, read_pieces
 from ndlightnet.data.text.tokenizer import BYTES, FILE, load_tokenizer
 from ndlightnet.training.core.data_module import held_out
@@ -50,16 +50,17 @@ def collate_pairs(items: Sequence[tuple[Tensor, Tensor, int]]) -> Pairs:
 
 
 class SummaryData(TokenizedData):
-    """Texts with summaries: .jsonl files, plain, .gz or .xz, of objects with two fields, see `read_references`. Of
-    several references the first is learnt from. `rows` has the texts to test or predict, `row_names` the line or the
-    file of each, `unreadable` a line for each file that could not be read to predict.
+    """Texts with summaries: .jsonl files, plain, .gz or .xz, of objects with two fields, see `read_pairs`. Of several
+    references the first is learnt from. `rows` has the texts to test or predict, `row_names` the file, and line, of
+    each to predict, `unreadable` a line for each file that could not be read.
 
     Args:
         root: the folder of the files.
         train, test: the files to train and to test on.
         val: the file to validate on, or the fraction of `train` that is held out for it; 0: none.
         source, target: names of the fields.
-        tokenizer: a name, file, folder, or the checkpoint of another training, see `load_tokenizer`.
+        tokenizer: of a training: a name, file, folder, or the checkpoint of another one, see `load_tokenizer`. Later
+            it is that of the checkpoint.
         length, target_length: most tokens of a source and of a target, each with the one that ends it; what is longer
             is cut, with a note.
         batch_size: samples in a batch, padded to the longest of it.
@@ -89,7 +90,7 @@ class SummaryData(TokenizedData):
         self.train, self.val, self.test, self.source_field, self.target_field = train, val, test, source, target
         self.tokenizer_source, self.length, self.target_length = tokenizer, length, target_length
         self.collate = collate_pairs
-        self.rows: list[Reference] = []
+        self.rows: list[TextPair] = []
         self.row_names: list[str] = []
         self.unreadable: list[str] = []
 
@@ -98,22 +99,21 @@ class SummaryData(TokenizedData):
         if stage in ("test", "predict"):
             return  # the tokenizer is that of the training before, or comes with the checkpoint
         self.tokenizer = self.tokenizer or load_tokenizer(self.tokenizer_source)
-        train = self.root / self.train
-        rows = self._read(train)
+        samples = self._samples(self.root / self.train)
         if isinstance(self.val, str):
-            file, held = self.root / self.val, self._read(self.root / self.val)
-        else:
-            numbers, file = held_out(self.val, len(rows)), train
-            held = [rows[n] for n in sorted(numbers)]
-            rows = [row for n, row in enumerate(rows) if n not in numbers]
-        if not rows:
-            raise DataError(f"{train}: val={self.val} leaves none of its rows to train on")
-        self.train_set, self.val_set = self._pairs(train, rows), self._pairs(file, held)
+            self.train_set, self.val_set = samples, self._samples(self.root / self.val)
+            return
+        held = held_out(self.val, len(samples))
+        self.train_set, self.val_set = (
+            [sample for n, sample in enumerate(samples) if (n in held) == validates] for validates in (False, True)
+        )
+        if not self.train_set:
+            raise DataError(f"{self.root / self.train}: val={self.val} leaves none of its rows to train on")
 
-    def _read(self, path: Path) -> list[Reference]:
-        return read_references(path, self.source_field, self.target_field)
+    def _samples(self, path: Path) -> list[tuple[Tensor, Tensor, int]]:
+        return self._tokens(path, read_pairs(path, self.source_field, self.target_field))
 
-    def _pairs(self, path: Path, rows: list[Reference]) -> list[tuple[Tensor, Tensor, int]]:
+    def _tokens(self, path: Path, rows: list[TextPair]) -> list[tuple[Tensor, Tensor, int]]:
         """Return the samples. A target begins and ends with the token that ends a text."""
         tokenizer, cut = self.loaded_tokenizer(), 0
         sources = tokenizer.encode([row.source for row in rows])
@@ -124,15 +124,14 @@ class SummaryData(TokenizedData):
             words = torch.tensor([*source[: self.length - 1], end])
             samples.append((words, torch.tensor([end, *target[: self.target_length - 1], end]), number))
         if cut:
-            limits = f"length={self.length} or target_length={self.target_length}"
+            limits = f"length={self.length}" + f" or target_length={self.target_length}" * bool(rows[0].targets)
             log_rank_zero([f"{path}: {cut} of {len(rows)} samples are cut to {limits} tokens"])
         return samples
 
     def test_dataloader(self) -> Any:
         path = self.root / self.test
-        self.rows = self._read(path)
-        self.row_names = [str(row.line) for row in self.rows]
-        return self.still_loader(self._pairs(path, self.rows))
+        self.rows = read_pairs(path, self.source_field, self.target_field)
+        return self.still_loader(self._tokens(path, self.rows))
 
     def predict_dataloader(self) -> Any:
         path = Path(self.check_input("a file or a folder to predict", self.tokenizer is not None))
@@ -140,16 +139,20 @@ class SummaryData(TokenizedData):
         for file in map(Path, list_files(path)):
             try:
                 if ending(file) == ".jsonl":
-                    rows = read_references(file, self.source_field, None)
+                    rows = read_pairs(file, self.source_field, None)
                     names = [f"{file}, line {row.line}" for row in rows]
                 else:
-                    rows, names = [Reference("".join(piece.text for piece in read_pieces(file)), (), 1)], [str(file)]
+                    rows, names = [TextPair("".join(piece.text for piece in read_pieces(file)), (), 1)], [str(file)]
+                    if not rows[0].source.strip():
+                        raise DataError(f"{file}: is blank, expected a text")
             except DataError as error:
                 self.unreadable.append(str(error))
                 continue
             self.rows += rows
             self.row_names += names
-        return self.still_loader(self._pairs(path, self.rows))
+        if not self.rows:
+            raise DataError("; ".join(self.unreadable))
+        return self.still_loader(self._tokens(path, self.rows))
 
 
 class MadeNotes(SummaryData):
@@ -160,7 +163,7 @@ class MadeNotes(SummaryData):
     """
 
     def __init__(self, root: str, samples: tuple[int, int] = (6000, 500), sentences: int = 4, **kwargs: Any) -> None:
-        super().__init__(root, **kwargs)
+        super().__init__(root, tokenizer=FILE, **kwargs)
         check("data.samples", samples, min(samples) > 0, "1 or more of each")
         check("data.sentences", sentences, sentences > 0, "1 or more")
         self.samples, self.sentences, self.tokenizer_source = samples, sentences, str(self.root / FILE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from statistics import mean
 from typing import Any
@@ -34,14 +35,15 @@ PAGE = """
 
 
 def rouge(written: str, references: Sequence[str]) -> dict[str, float]:
-    """Return ROUGE-1, 2 and L (Lin, 2004) of a text, the F of stemmed words: the best over the references."""
+    """Return ROUGE-1, 2 and L (Lin, 2004) of a text, the F of stemmed words: the best over the references. As in its
+    other implementations a word has letters a to z and digits: of other scripts it is 0."""
     scores = rouge_score(written, [list(references)], "best", use_stemmer=True, rouge_keys=ROUGES)
     return {name: float(scores[f"{name}_fmeasure"]) for name in ROUGES}
 
 
 def first_sentence(text: str) -> str:
-    """Return a text up to the first full stop before a space."""
-    return text.split(". ", 1)[0]
+    """Return a text up to the first space or end of a line after a full stop, question mark or exclamation mark."""
+    return re.split(r"(?<=[.!?])\s", text.strip(), maxsplit=1)[0]
 
 
 class SummaryTask(TokenizedTask):
@@ -92,14 +94,16 @@ class SummaryTask(TokenizedTask):
 
     def on_test_epoch_start(self) -> None:
         self.written: dict[int, str] = {}  # of each sample, what was written
-        self.losses: dict[int, float] = {}  # and the mean loss of a word of its reference
+        self.losses: dict[int, tuple[float, int]] = {}  # and of its reference the loss of all words, and their number
 
     on_predict_epoch_start = on_test_epoch_start
 
     def test_step(self, batch: Pairs, _: int) -> None:
         logits = self.net(batch.source, batch.inputs, batch.mask)
         for row, index in enumerate(batch.numbers.tolist()):
-            self.losses[index] = float(self._loss(logits[row : row + 1], batch.labels[row : row + 1]))
+            labels = batch.labels[row : row + 1]
+            words = int((labels != NOT_COUNTED).sum())
+            self.losses[index] = words * float(self._loss(logits[row : row + 1], labels)), words
         self.predict_step(batch, 0)
 
     def predict_step(self, batch: Pairs, _: int) -> None:
@@ -125,7 +129,7 @@ class SummaryTask(TokenizedTask):
         metrics = {
             **means,
             "first_sentence": lead,
-            "loss": mean(losses.values()),
+            "loss": sum(loss for loss, _ in losses.values()) / sum(words for _, words in losses.values()),
             "texts": len(rows),
             "beams": self.beams,
             **training_costs(self.net, self.cost),

@@ -7,7 +7,7 @@ import pytest
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.made.notes import DAYS, OTHERS, VOCABULARY, draw_note, make_notes
-from ndlightnet.data.text.tables import read_references
+from ndlightnet.data.text.tables import read_pairs
 from ndlightnet.data.text.tokenizer import load_tokenizer
 
 SENTENCE = re.compile(r"On (\w+) a (\w+ \w+) was (\w+) (\w+ the \w+)\.")
@@ -32,8 +32,7 @@ def test_sets_are_made_once(tmp_path):
     sets = [make_notes(tmp_path / str(number), 50, 10, 2) for number in range(2)]
     assert make_notes(sets[0], 50, 10, 2) == sets[0]
     files = [
-        [read_references(folder / f"{name}.jsonl", "document", "summary") for name in ("train", "test")]
-        for folder in sets
+        [read_pairs(folder / f"{name}.jsonl", "document", "summary") for name in ("train", "test")] for folder in sets
     ]
     assert files[0] == files[1]
     train, test = files[0]
@@ -42,6 +41,8 @@ def test_sets_are_made_once(tmp_path):
         make_notes(sets[0], 50, 10, 3)
     with pytest.raises(ValueError, match="train=0, test=10, sentences=4: expected 1 or more"):
         make_notes(tmp_path / "none", 0, 10)
+    with pytest.raises(ValueError, match="train=13000, test=500: expected 13440 notes of one sentence at most"):
+        make_notes(tmp_path / "none", 13000, 500, 1)
 
 
 @pytest.mark.slow
@@ -49,7 +50,7 @@ def test_every_word_is_a_token(tmp_path):
     folder = make_notes(tmp_path / "notes")
     tokenizer = load_tokenizer(folder)
     assert 256 < tokenizer.vocab_size <= VOCABULARY
-    for row in read_references(folder / "test.jsonl", "document", "summary"):
+    for row in read_pairs(folder / "test.jsonl", "document", "summary"):
         for text in (row.source, row.targets[0]):
             words = re.findall(r"\w+|\.", text)
             assert len(tokenizer.encode([text])[0]) <= len(words) + 1  # a first word without its space may be two

@@ -7,7 +7,7 @@ import lzma
 import pytest
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.text.tables import number_of, read_references, read_table
+from ndlightnet.data.text.tables import number_of, read_pairs, read_table
 
 ROWS = [("one\u2028, two", 'says "no', "1"), (" \u00e9 ", "x", "0.5"), ("", "y\rz", "a b")]
 LINES = ["\t".join(row) for row in ROWS]
@@ -104,21 +104,23 @@ def test_a_label_that_is_no_number(tmp_path, label):
 # --------------------------------------------------------------------- texts and summaries
 def test_references(tmp_path):
     """A list is a source of several sentences, and a target of several references."""
-    rows = [{"a": "one", "b": "x"}, {"a": ["two.", "three"], "b": ["y", "z"]}]
+    rows = [{"a": "one", "b": "x"}, {"a": ["two.", " ", "three"], "b": ["y", "", "z"]}]
     path = tmp_path / "a.jsonl.xz"
     with lzma.open(path, "wt") as file:
         file.write("\n".join(["", *map(json.dumps, rows), ""]))
-    assert read_references(path, "a", "b") == [("one", ("x",), 2), ("two. three", ("y", "z"), 3)]
-    assert read_references(path, "a", None) == [("one", (), 2), ("two. three", (), 3)]
+    assert read_pairs(path, "a", "b") == [("one", ("x",), 2), ("two. three", ("y", "z"), 3)]
+    assert read_pairs(path, "a", None) == [("one", (), 2), ("two. three", (), 3)]
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
         ('{"a": "x"}', "line 1: has no field b"),
-        ('{"a": "x", "b": []}', "line 1: the field b, expected a text, or a list of texts"),
+        ('{"a": "x", "b": []}', "line 1: the field b is blank, expected a text"),
+        ('{"a": " ", "b": "x"}', "line 1: the field a is blank"),
         ('{"a": 3, "b": "x"}', "line 1: the field a, expected a text"),
-        ('{"a": "x", "b": ["y", " "]}', "line 1: the field b, expected"),
+        ('{"a": "x", "b": ["y", 3]}', "line 1: the field b, expected a text, or a list of texts"),
+        ('{"a": ' + 100_000 * "[", "line 1: is not JSON"),
         ("[", "line 1: is not JSON"),
         ("\n", "has no rows"),
     ],
@@ -126,10 +128,10 @@ def test_references(tmp_path):
 def test_bad_references(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text(line)
     with pytest.raises(DataError, match=f"a.jsonl.*{message}"):
-        read_references(tmp_path / "a.jsonl", "a", "b")
+        read_pairs(tmp_path / "a.jsonl", "a", "b")
 
 
 def test_references_are_jsonl(tmp_path):
     (tmp_path / "a.csv").write_text("a,b\n1,2\n")
     with pytest.raises(DataError, match=r"a\.csv: expected \.jsonl"):
-        read_references(tmp_path / "a.csv", "a", "b")
+        read_pairs(tmp_path / "a.csv", "a", "b")

@@ -52,9 +52,9 @@ def test_samples_and_batches(tmp_path, capsys):
     assert len(data.train_set) == 18 and len(data.val_set) == 2
     source, target, number = data.train_set[0]
     text, end = ByteTokenizer().decode(source[:-1].tolist()), ByteTokenizer.end
-    assert text.startswith("The ") and source[-1] == end and number == 0
+    assert text.startswith("The ") and source[-1] == end and number == 1
     assert target.tolist() == [end, *b"no ", end]  # cut to four tokens, the end among them
-    assert "20 of 20 samples are cut" not in capsys.readouterr().err  # of the two splits by themselves
+    assert capsys.readouterr().err.count("20 of 20 samples are cut") == 1  # of both parts at once
     batch = collate_pairs(
         [(torch.tensor([1, 2, 0]), torch.tensor([0, 5, 6, 0]), 3), (torch.tensor([7, 0]), torch.tensor([0, 8, 0]), 4)]
     )
@@ -89,7 +89,8 @@ def test_rouge_is_that_of_its_authors_library(written, references):
 
 
 def test_first_sentence():
-    assert first_sentence("It is 3.5 m. Then more. End") == "It is 3.5 m"
+    assert first_sentence(" It is 3.5 m. Then more. End") == "It is 3.5 m."
+    assert first_sentence("Really?\nYes!") == "Really?" and first_sentence("Go!\tNow.") == "Go!"
     assert first_sentence("no end") == "no end"
 
 
@@ -145,7 +146,7 @@ def test_the_files_of_a_test(run):
         each = [rouge(row["written"], row["reference"].split(" | "))[name] for row in rows]
         assert metrics[name] == pytest.approx(sum(each) / 6, abs=1e-5)
         assert [float(row[name]) for row in rows] == pytest.approx(each, abs=1e-5)
-        lead = [rouge(f"The {n} of it", [f"no {n % 3}", "none"])[name] for n in range(6)]
+        lead = [rouge(f"The {n} of it.", [f"no {n % 3}", "none"])[name] for n in range(6)]
         assert metrics["first_sentence"][name] == pytest.approx(sum(lead) / 6, abs=1e-5)
     assert metrics["loss"] > 0 and metrics["texts"] == 6 and metrics["beams"] == 2
     page = (run / "index.html").read_text()
@@ -169,12 +170,20 @@ def test_predict_reads_texts_and_names_what_it_cannot(run, summarize, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("content, message", [(b"\xff\xfe", "cannot be read"), (b" \n", "is blank, expected a text")])
+def test_predict_of_nothing_that_can_be_read(run, summarize, tmp_path, content, message):
+    (tmp_path / "a.txt").write_bytes(content)
+    done = summarize("predict", root=tmp_path / "gone", out=tmp_path / "out", input=tmp_path, ckpt=last(run))
+    assert done.status == 1 and len(done.errors) == 1 and f"a.txt: {message}" in done.errors[0]
+
+
+@pytest.mark.slow
 def test_made_notes(tmp_path):
     """They are made by the first run, with their tokenizer, which the checkpoint holds."""
-    made = CONFIG.replace("SummaryData", "MadeNotes").replace("target_length: 8", "samples: [40, 8], sentences: 2")
-    made = made.replace("vocab_size: 256", "vocab_size: 600")
+    config = CONFIG.replace("SummaryData", "MadeNotes").replace("target_length: 8", "samples: [40, 8], sentences: 2")
+    config = config.replace("vocab_size: 256", "vocab_size: 600")
     root, out = tmp_path / "data", tmp_path / "out"
-    launch(SummaryTask, SummaryData, made, tmp_path, "fit", root=root, out=out).well()
+    launch(SummaryTask, SummaryData, config, tmp_path, "fit", root=root, out=out).well()
     assert len((root / "train.jsonl").read_text().splitlines()) == 40
     assert torch.load(last(out), weights_only=True)["tokenizer"] == (root / "tokenizer.json").read_text()
     for wrong, name in (({"samples": (0, 1)}, "samples"), ({"sentences": 0}, "sentences")):
