@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ndlightnet.layout.abstract import check_integers
 
 
 class Finished(NamedTuple):
@@ -36,12 +39,12 @@ def beam_search(
 
     network: a Seq2Seq, in eval mode; it writes word by word, and keeps what its mixers keep. source: (batch, source
     length), int64. mask: bool of that shape, False = padding. length: most words of a target, `end` included.
-    Raises ValueError for numbers out of range.
+    Raises ValueError for numbers out of range, and for logits that are not numbers.
     """
     vocabulary = network.vocab_size
-    for name, value in (("length", length), ("beams", beams)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: expected 1 or more")
+    check_integers(1, length=length, beams=beams)
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty={length_penalty}: expected a finite number")
     for name, value in (("begin", begin), ("end", end)):
         if not 0 <= value < vocabulary:
             raise ValueError(f"{name}={value}: expected 0 to {vocabulary - 1}, a word of the network's vocabulary")
@@ -56,7 +59,11 @@ def beam_search(
     first = torch.arange(batch, device=device)[:, None] * beams  # of a sample's rows
     for count in range(1, length + 1):
         logits, state = network.advance(targets[:, :, -1:].flatten(0, 1), state)
-        steps = logits[:, -1].float().log_softmax(-1).view(batch, beams, -1)
+        if logits.isnan().any():
+            raise ValueError(f"network: its logits of word {count} are not numbers (NaN)")
+        exact = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32))
+        # after words of likelihood 0 there may be no likely word: all logits are -inf
+        steps = exact.log_softmax(-1).nan_to_num(-torch.inf, neginf=-torch.inf).view(batch, beams, vocabulary)
         # twice as many as beams: of them at most `beams` end
         best, index = (scores[..., None] + steps).flatten(1).topk(min(2 * beams, beams * vocabulary))
         beam, word = index // vocabulary, index % vocabulary

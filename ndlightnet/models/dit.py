@@ -144,10 +144,11 @@ class NDLightDiT(Pretrained):
         tokens, dtype = grid.flatten(tokens), weight.dtype
         tokens = tokens.to(dtype) if self.tpe is None else self.tpe(tokens, layout=grid, dtype=dtype)
         time, label = self._condition(t, y, len(x), x.device)
-        condition = time if label is None else time + label
+        conditions = [time] if label is None else [time, label]
+        condition = torch.stack(conditions, 1)
         if self.modulation is None:
-            prefix = torch.stack([time] if label is None else [time, label], 1)
-            tokens = torch.cat([prefix.to(tokens.dtype), tokens], 1)
+            tokens = torch.cat([condition.to(tokens.dtype), tokens], 1)
+        condition = condition.sum(1)
         for block in self.blocks:
             if self.grad_checkpointing and self.training:
                 tokens = checkpoint(block, tokens, condition, grid, use_reentrant=False)

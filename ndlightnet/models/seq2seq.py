@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ndlightnet.layout.abstract import check_integers
 from ndlightnet.models.backbone import NDLightNet
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.block import init_network
 from ndlightnet.nn.cross_block import CrossBlock, CrossState
-from ndlightnet.nn.initial import Device
+from ndlightnet.nn.initial import Device, reset
 from ndlightnet.nn.mixers import LightNetAttention
-from ndlightnet.nn.mixers.base import Factories, layer_factories
+from ndlightnet.nn.mixers.base import Factories, Mixer, layer_factories, reads_context
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.ops.dtypes import check_tensors
 from ndlightnet.parallel import refuse_shards
@@ -25,7 +26,7 @@ from ndlightnet.parallel import refuse_shards
 class DecoderState(NamedTuple):
     """State of a decoder after the tokens so far, with a row for each sample."""
 
-    tokens: Tensor  # (batch,) int64: tokens so far
+    position: Tensor  # (batch,) int64: tokens so far
     tpe: Tensor | None  # (batch, dim, states)
     layers: tuple[CrossState, ...]
 
@@ -58,6 +59,8 @@ class Decoder(nn.Module):
             CrossBlock(dim, *pair, dropout=dropout) for pair in zip(mixers, crosses, strict=True)
         )
         for block in self.blocks:
+            if not (isinstance(block.cross, Mixer) and reads_context(block.cross)):
+                raise ValueError(f"cross: {type(block.cross).__name__} has no cross form, expected a mixer with one")
             reach = getattr(block.cross, "reach", 0)
             if reach is None:
                 raise ValueError(
@@ -89,9 +92,9 @@ class Decoder(nn.Module):
             x, tpe = self.tpe.advance(x, tpe)
         x = self.drop(x)
         for block, before in zip(self.blocks, state.layers, strict=True):
-            x, after = block.advance(x, before, state.tokens)
+            x, after = block.advance(x, before, state.position)
             layers.append(after)
-        return self.norm(x), state._replace(tokens=state.tokens + x.shape[1], tpe=tpe, layers=tuple(layers))
+        return self.norm(x), state._replace(position=state.position + x.shape[1], tpe=tpe, layers=tuple(layers))
 
 
 class Seq2Seq(Pretrained):
@@ -131,8 +134,7 @@ class Seq2Seq(Pretrained):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if decoder_depth < 1:
-            raise ValueError(f"decoder_depth={decoder_depth}: expected 1 or more")
+        check_integers(1, decoder_depth=decoder_depth)
         if decoder_mixer is None and isinstance(mixer, list | tuple):
             raise ValueError("decoder_mixer=None: expected one beside a list for the encoder's layers")
         self.vocab_size, self.embed_dim = vocab_size, embed_dim
@@ -153,6 +155,11 @@ class Seq2Seq(Pretrained):
         self.decoder = Decoder(embed_dim, decoder_depth, later, cross, tpe_states if tpe else 0, dropout)
         init_network(self.decoder)
 
+    def reset_parameters(self) -> None:
+        self.encoder.reset_parameters()  # in the order of the constructor
+        reset(self.decoder)
+        init_network(self.decoder)
+
     @property
     def pipeline_tag(self) -> str | None:
         return "summarization"
@@ -171,13 +178,8 @@ class Seq2Seq(Pretrained):
         Raises ValueError for other shapes and for words outside the vocabulary.
         """
         refuse_shards("Seq2Seq")
-        check_tensors(source=source, target=target)
-        if source.ndim != 2 or target.ndim != 2 or len(source) != len(target):
-            raise ValueError(
-                f"source {tuple(source.shape)}, target {tuple(target.shape)}: expected (batch, source length) and "
-                "(batch, target length)"
-            )
-        return self._logits(self.decoder(self._embed(target), self.encode(source, mask), mask))
+        context = self.encode(source, mask)
+        return self._logits(self.decoder(self._embed("target", target, len(context)), context, mask))
 
     def init_state(self, source: Tensor, mask: Tensor | None = None) -> DecoderState:
         """Read a source (batch, source length) and return the state before the first word of its target."""
@@ -186,13 +188,18 @@ class Seq2Seq(Pretrained):
 
     def advance(self, words: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """Map the next words (batch, length) of targets to the logits of `forward`, and return the next state."""
-        features, state = self.decoder.advance(self._embed(words), state)
+        x = self._embed("words", words, len(state.position))
+        if not words.shape[1]:
+            raise ValueError(f"words {tuple(words.shape)}: expected one word or more")
+        features, state = self.decoder.advance(x, state)
         return self._logits(features), state
 
-    def _embed(self, words: Tensor) -> Tensor:
-        # the residual stream stays in the parameters' precision under autocast
+    def _embed(self, name: str, words: Tensor, batch: int) -> Tensor:
+        check_tensors(**{name: words})
+        if words.ndim != 2 or len(words) != batch or words.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{name} {tuple(words.shape)} {words.dtype}: expected words ({batch}, length), int64")
         x: Tensor = self.encoder.embed(words)
-        return x.to(self.decoder.norm.weight.dtype)
+        return x
 
     def _logits(self, features: Tensor) -> Tensor:
         return nn.functional.linear(features, self.encoder.embed.weight)

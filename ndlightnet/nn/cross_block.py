@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ndlightnet.layout import Grid
 from ndlightnet.nn.block import Block
 from ndlightnet.nn.mixers import LightNetAttention
-from ndlightnet.nn.mixers.base import Factory, Mixer, reads_context, streaming
+from ndlightnet.nn.mixers.base import Factory, reads_context, streaming
 
 
 class CrossState(NamedTuple):
@@ -26,6 +26,8 @@ class CrossBlock(Block):
     """A causal Block with cross attention between its mixer and its mlp: x + mixer(norm x), then
     x + cross(norm x, context), then x + mlp(norm x), with dropout of each branch. fixed: `cross` holds also if the
     mixer has no cross form, for which LightNetAttention stands otherwise."""
+
+    cross: Any
 
     def __init__(self, dim: int, mixer: Factory, cross: Factory, fixed: bool = True, dropout: float = 0.0) -> None:
         super().__init__(dim, mixer, dropout=dropout)
@@ -53,7 +55,7 @@ class CrossBlock(Block):
 
         streams, source = hasattr(self.mixer, "advance"), Grid.of(context)
         memory = self.init_state(batch, context.device) if streams else tokens(0)
-        summary = mixer_of(self.cross).summarize_source(context, source, context_mask)
+        summary = self.cross.summarize_source(context, source, context_mask)
         return CrossState(memory, tokens(getattr(self.cross, "lookback", 0)), summary, source)
 
     def advance(self, x: Tensor, state: CrossState, position: int | Tensor) -> tuple[Tensor, CrossState]:  # type: ignore[override]
@@ -65,18 +67,11 @@ class CrossBlock(Block):
             y, memory = streaming(self.mixer).advance(y, memory, position)
         else:
             memory = torch.cat([memory, y.to(memory.dtype)], 1)
-            y = self.mixer(memory, causal=True)[:, -length:]
+            y = self.mixer(memory, causal=True)[:, memory.shape[1] - length :]
         x = x + self.dropout(y)
         back = tail.shape[1]
         y = torch.cat([tail, self.norm_cross(x).to(tail.dtype)], 1)
         grid = Grid((y.shape[1],)).after(position - back)
-        y, tail = mixer_of(self.cross).read_source(y, grid, summary, source)[:, back:], y[:, length:]
+        y, tail = self.cross.read_source(y, grid, summary, source)[:, back:], y[:, length:]
         x = x + self.dropout(y)
         return x + self.dropout(self.mlp(self.norm2(x))), CrossState(memory, tail, summary, source)
-
-
-def mixer_of(module: nn.Module) -> Mixer:
-    """Return a Mixer. Raises ValueError for another module: it has no form that reads a source step by step."""
-    if not isinstance(module, Mixer):
-        raise ValueError(f"{type(module).__name__} is no Mixer: it cannot read a source step by step")
-    return module

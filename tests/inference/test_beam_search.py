@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,78 @@ def test_padding_and_neighbours_change_nothing(beams):
     assert together == alone
 
 
+class Table:
+    """A network whose logits are drawn for each source and beginning."""
+
+    def __init__(self, vocab_size: int, seed: int, certain: float = 0.0) -> None:
+        self.vocab_size, self.seed, self.certain = vocab_size, seed, certain
+
+    def logits(self, words: list[int]) -> torch.Tensor:
+        numbers = np.random.default_rng([self.seed, *words])
+        logits = torch.from_numpy(numbers.normal(size=self.vocab_size, scale=2))
+        return logits.masked_fill(torch.from_numpy(numbers.random(self.vocab_size) < self.certain), -torch.inf)
+
+    class State:
+        def __init__(self, texts: list[list[int]]) -> None:
+            self.texts = texts
+
+        def rows(self, index: torch.Tensor) -> "Table.State":
+            return Table.State([self.texts[row] for row in index.tolist()])
+
+    def init_state(self, source: torch.Tensor, mask: torch.Tensor | None) -> "Table.State":
+        return Table.State(source.tolist())
+
+    def advance(self, words: torch.Tensor, state: "Table.State") -> tuple[torch.Tensor, "Table.State"]:
+        texts = [[*text, int(word)] for text, word in zip(state.texts, words[:, 0], strict=True)]
+        return torch.stack([self.logits(text) for text in texts])[:, None], Table.State(texts)
+
+
+def searched(net: Table, number: int, length: int, beams: int, penalty: float) -> list[int]:
+    """The search as its docstring says it, of one source, by lists of all continuations."""
+    live, finished = [(0.0, [])], []
+    for count in range(1, length + 1):
+        longer = []
+        for score, words in live:
+            steps = (
+                net.logits([number, BEGIN, *words]).log_softmax(-1).nan_to_num(-torch.inf, neginf=-torch.inf).tolist()
+            )
+            longer += [(score + step, [*words, word]) for word, step in enumerate(steps) if step > -torch.inf]
+        longer = sorted(longer, key=lambda one: -one[0])[: 2 * beams]
+        for score, words in longer[:beams]:
+            if (words[-1] == END or count == length) and len(finished) < beams:
+                finished.append((score / count**penalty, [word for word in words if word != END]))
+        if len(finished) == beams:
+            break
+        live = [one for one in longer if one[1][-1] != END][:beams]
+    return max(finished, key=lambda one: one[0])[1] if finished else []
+
+
+@pytest.mark.parametrize("certain", [0.0, 0.4])
+@pytest.mark.parametrize("beams", [1, 2, 3, 7])
+def test_it_is_the_search_that_it_says(beams, certain):
+    """Samples that end at different times, words of likelihood 0, more beams than words."""
+    lengths = set()
+    for seed in range(12):
+        net, penalty = Table((3, 5, 9)[seed % 3], seed, certain), (0.0, 0.6, 2.0)[seed // 4]
+        results = beam_search(
+            net, torch.arange(4)[:, None], 6, begin=BEGIN, end=END, beams=beams, length_penalty=penalty
+        )
+        assert results == [searched(net, number, 6, beams, penalty) for number in range(4)]
+        lengths |= {len(words) for words in results}
+    assert len(lengths) > 3
+
+
+def test_of_no_source_there_is_no_target():
+    assert beam_search(network(9), torch.zeros(0, 3, dtype=torch.int64), 4, begin=BEGIN, end=END, beams=3) == []
+
+
+def test_a_network_that_gives_no_numbers_is_named():
+    net = network(9)
+    net.decoder.norm.weight.data[0] = torch.nan
+    with pytest.raises(ValueError, match="network: its logits of word 1 are not numbers"):
+        beam_search(net, torch.zeros(2, 3, dtype=torch.int64), 4, begin=BEGIN, end=END, beams=2)
+
+
 def test_more_beams_find_what_is_more_likely():
     """Of targets of one length, so that no penalty matters."""
     torch.manual_seed(1)
@@ -87,8 +160,9 @@ def test_more_beams_find_what_is_more_likely():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"length": 0}, "length=0: expected 1 or more"),
-        ({"beams": 0}, "beams=0: expected 1 or more"),
+        ({"length": 0}, "length=0: expected an int >= 1"),
+        ({"beams": 0}, "beams=0: expected an int >= 1"),
+        ({"length_penalty": float("nan")}, "length_penalty=nan: expected a finite number"),
         ({"begin": -1}, "begin=-1: expected 0 to 3"),
         ({"end": 4}, "end=4: expected 0 to 3"),
     ],

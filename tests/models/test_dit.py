@@ -123,7 +123,9 @@ def test_parameters_with_tokens_of_the_condition_are_those_of_the_paper(size, la
     """Table 11, rounded there to whole millions; its L is 2 % larger than this reading."""
     net = NDLightDiT(2, 4, 1000, size=size, condition="tokens", mixer=published_mixer, device="meta")
     assert len(net.blocks) == layers
-    assert sum(p.numel() for p in net.parameters()) / 1e6 == pytest.approx(millions, rel=0.025)
+    assert sum(p.numel() for p in net.parameters()) / 1e6 == pytest.approx(
+        millions, rel=0.025 if size == "L" else 0.015
+    )
 
 
 def test_tokens_of_the_condition_are_the_formula(close):
@@ -138,6 +140,19 @@ def test_tokens_of_the_condition_are_the_formula(close):
         tokens = tokens + block.mlp(block.norm2(tokens))
     expected = net.unembed(net.norm(tokens[:, 2:])).view(2, 3, 4, 1).movedim(-1, 1)
     close(net(x, t, y), expected, 1e-10)
+
+
+def test_a_token_of_the_time_alone_and_checkpoints(close):
+    net = trained(2, 1, condition="tokens").train()
+    x, lengths = torch.randn(2, 1, 6, 4), []
+    net.blocks[0].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    gradients = []
+    for checkpoints in (False, True):
+        net.set_grad_checkpointing(checkpoints)
+        gradients.append(torch.autograd.grad(net(x, 7.0).square().sum(), list(net.parameters())))
+    assert lengths[0] == 1 + 3 * 2 and len(lengths) == 3  # again in the backward pass
+    for one, two in zip(*gradients, strict=True):
+        close(two, one, 1e-6)
 
 
 def test_tokens_of_the_condition_need_lightnet_attention():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import grad
 from torch.utils._pytree import tree_leaves
 
@@ -125,10 +126,51 @@ def test_saved_and_loaded(tmp_path):
     assert again.config == net.config and again.config["decoder_mixer"]
 
 
+@each_pattern
+def test_a_network_that_is_initialised_again_is_a_new_one(pattern):
+    mixer, decoder_mixer, cross = pattern
+    options = {"mixer": mixer, "decoder_mixer": decoder_mixer, "cross": cross, **SMALL}
+    torch.manual_seed(1)
+    new = Seq2Seq(WORDS, **options)
+    torch.manual_seed(1)
+    again = Seq2Seq(WORDS, **options, device="meta").to_empty(device="cpu")
+    again.reset_parameters()
+    for (name, x), y in zip(new.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_every_branch_and_both_embeddings_are_dropped():
+    """What dropout is given: embedded tokens, and of the encoder's blocks two branches, of the decoder's three."""
+    net, (source, target, mask) = network(dropout=0.5).train(), texts()
+    drops = [module for module in net.modules() if isinstance(module, nn.Dropout) and module.p == 0.5]
+    lengths = []
+    for module in drops:
+        module.register_forward_hook(lambda *args: lengths.append(args[-1].shape[1]))
+    net(source, target, mask)
+    assert sorted(lengths) == [9] * (1 + 3 * 2) + [12] * (1 + 2 * 2)
+
+
+def test_without_position_code_after_the_embedding(close):
+    net, (source, target, _) = network(tpe=False), texts()
+    assert net.encoder.tpe is None and net.decoder.tpe is None
+    state = net.init_state(source)
+    assert state.tpe is None
+    close(net.advance(target, state)[0], net(source, target), 1e-9)
+
+
+@pytest.mark.parametrize("rows, length, message", [(3, 2, r"words \(3, 2\)"), (2, 0, "expected one word or more")])
+def test_words_that_do_not_fit_a_state(rows, length, message):
+    net = network()
+    state = net.init_state(torch.zeros(2, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=message):
+        net.advance(torch.zeros(rows, length, dtype=torch.int64), state)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"decoder_depth": 0}, "decoder_depth=0: expected 1 or more"),
+        ({"decoder_depth": 0}, "decoder_depth=0: expected an int >= 1"),
+        ({"cross": "S5"}, "cross: S5 has no cross form, expected a mixer with one"),
         ({"cross": "CosformerAttention"}, "reach=None depends on the length of the target"),
         ({"mixer": ["LightNetAttention", "LAVO"]}, "decoder_mixer=None: expected one beside a list"),
         ({"cross": ["LAVO"]}, "cross: a list of 1, expected one for each of 2 layers"),
@@ -143,11 +185,20 @@ def test_bad_arguments(options, message):
 @pytest.mark.parametrize(
     "source, target, message",
     [
-        (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64), "input"),
+        (
+            torch.zeros(2, 3),
+            torch.zeros(2, 3, dtype=torch.int64),
+            r"input \(2, 3\) torch.float32: expected token numbers",
+        ),
+        (
+            torch.zeros(2, 3, dtype=torch.int64),
+            torch.zeros(2, 3),
+            r"target \(2, 3\) torch.float32: expected words \(2, length\)",
+        ),
         (
             torch.zeros(2, 3, dtype=torch.int64),
             torch.zeros(3, 3, dtype=torch.int64),
-            r"source \(2, 3\), target \(3, 3\)",
+            r"target \(3, 3\) torch.int64: expected words \(2, length\), int64",
         ),
         (torch.zeros(2, 3, dtype=torch.int64), torch.full((2, 3), WORDS), "numbers from 31 to 31: expected 0 to 30"),
     ],

@@ -196,7 +196,7 @@ class LightNetAttention(Constants, LocalMixer):
         queries, gate = project(x, self.q_proj, self.gate[0])  # type: ignore[arg-type]
         q = queries.unflatten(-1, (self.heads, self.head_dim))
         at = self.lrpe(grid) if self.lrpe else None
-        return self._output(read(q, State(*summary), position=at, impl=self.impl), gate)
+        return self._output(read(q, summary, position=at, impl=self.impl), gate)
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v as (batch, length, heads, head_dim)."""
