@@ -16,7 +16,7 @@ SMALL = {"embed_dim": 64, "depth": 2, "decoder_depth": 2, "tpe_states": 8}
 PATTERNS = {
     "LightNet": ("LightNetAttention", None, None),
     "softmax": ("SoftmaxAttention", None, {"SoftmaxAttention": {"rotary": False}}),
-    "LAVO": ("LAVO", None, "LAVO"),
+    "LAVO": ("LAVO", None, {"LAVO": {"window": None}}),
     "linear": ("LinearAttention", None, "LinearAttention"),
     "cosFormer": ({"CosformerAttention": {"reach": 40}}, "CosformerAttention", {"CosformerAttention": {"reach": 40}}),
     "ABC": ("ABCAttention", None, "ABCAttention"),

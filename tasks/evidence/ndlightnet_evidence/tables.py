@@ -11,9 +11,10 @@ Run = dict[str, Any]
 IDENTITY = ("row", "task", "seed", "fold")
 # what may be in a run's metrics.json, in the order of the columns
 SCORES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy", "auc", "ece", "bits_per_byte", "mse", "mae")
+WRITTEN = ("rouge1", "rouge2", "rougeL", "loss")
 GENERATED = ("frechet", "frechet_train", "precision", "recall")
 COSTS = ("step_ms", "latency_ms", "train_seconds", "padded_share", "sampled_per_second", "peak_memory_gb")
-MEASURES = SCORES + GENERATED + COSTS
+MEASURES = SCORES + WRITTEN + GENERATED + COSTS
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
