@@ -61,21 +61,21 @@ def definition(m, x, window, mask=None, causal=False):
                     if within and not (causal and off[0] > 0):
                         tables = list(m.bias) * (len(sizes) if len(m.bias) == 1 else 1)
                         near.append(s)
-                        bias.append(
-                            sum(table[h, table.shape[1] // 2 + o] for table, o in zip(tables, off, strict=True))
-                        )
+                        pairs = zip(tables, off, strict=bool(tables))
+                        bias.append(sum((table[h, table.shape[1] // 2 + o] for table, o in pairs), q[0, 0] * 0))
                 score = k[near] @ q[t] / m.head_dim**0.5 + torch.stack([*bias, q[0, 0] * 0])[:-1]
                 rows.append(score.softmax(0) @ v[near])
             local = torch.stack(rows)
+        dissected = window is not None and m.dissect
         for t, i in enumerate(places):
             past = [s for s, j in enumerate(places) if keep[b, s]]
             if causal:
                 first = places[past[0]][0] if past else 0  # windows begin with what is real
                 end = i[0] + 1
-                if window is not None:
+                if dissected:
                     end = (i[0] - first) // sizes[0] * sizes[0] + first
                 past = [s for s in past if places[s][0] < end]
-            mean = local[past].mean(0) if past else torch.zeros_like(v[0])
+            mean = (local if dissected else v)[past].mean(0) if past else torch.zeros_like(v[0])
             y = read(q[t], m.basis[h], mean)
             out[b, t, h] = y if window is None else (local[t] + y) / 2
     return m.o_proj(out.flatten(2)).reshape(batch, *shape, dim)
@@ -90,6 +90,25 @@ def test_is_its_definition(close, shape, window, causal):
     mask = torch.rand(2, *shape) < 0.6
     mask[0] = True
     close(m(x, mask=mask, causal=causal)[mask], definition(m, x, window, mask, causal)[mask], 1e-12)
+
+
+@both
+@pytest.mark.parametrize("options", [{"position": False}, {"dissect": False}, {"position": False, "dissect": False}])
+@pytest.mark.parametrize("shape, window", [((23,), 5), ((6, 4), (4, 2))])
+def test_the_ablations_are_their_definition(close, shape, window, options, causal):
+    m, x = layer(window, **options), tokens(*shape)
+    assert len(m.bias) == (0 if "position" in options else 2 if isinstance(window, tuple) else 1)
+    y = m(x, causal=causal)
+    close(y, definition(m, x, window, causal=causal), 1e-12)
+    mask = torch.rand(2, *shape) < 0.6
+    mask[0] = True
+    close(m(x, mask=mask, causal=causal)[mask], definition(m, x, window, mask, causal)[mask], 1e-12)
+    if causal:  # frame by frame
+        state, frames = m.init_state(2, space=shape[1:]), []
+        for number in range(shape[0]):
+            frame, state = m.advance(x[:, number : number + 1], state, number)
+            frames.append(frame)
+        close(torch.cat(frames, 1), y, 1e-12)
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (2, 1, 0)])

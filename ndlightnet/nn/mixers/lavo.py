@@ -45,10 +45,14 @@ class LAVO(StreamingMixer):
             biases, or one per axis. "auto": 16 / number of axes, so that the neighbourhood on a volume does not grow
             too large (9^3); text gains from more than 16 (the paper's best is 64). None: no local branch; the memory
             compresses the values, in the causal form those of all frames so far.
+        position: the learnt biases of the local branch.
+        dissect: what the memory compresses, local features or, if False, the values, in the causal form those of all
+            frames so far. (Table 9 of the paper is without position, then without both.)
         context_dim: channels of the source in the cross form, which has no local branch; with it the layer has no local
             branch in any form.
 
-    Parameters: 4 dim^2 + memories dim + heads (2 window - 1), the last term for each axis if `window` is one per axis.
+    Parameters: 4 dim^2 + memories dim + heads (2 window - 1), the last term, that of `position`, for each axis if
+    `window` is one per axis.
     Without the local branch: 2 dim^2 + context_dim dim + memories dim.
     """
 
@@ -60,6 +64,8 @@ class LAVO(StreamingMixer):
         heads: int | None = None,
         *,
         window: int | Sequence[int] | Literal["auto"] | None = "auto",
+        position: bool = True,
+        dissect: bool = True,
         context_dim: int | None = None,
     ) -> None:
         super().__init__()
@@ -73,7 +79,8 @@ class LAVO(StreamingMixer):
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False) if sizes else None
         self.v_proj = nn.Linear(context_dim or dim, dim, bias=False)
-        self.bias = nn.ParameterList(torch.empty(self.heads, 2 * size - 1) for size in sizes)
+        self.dissect = dissect
+        self.bias = nn.ParameterList(torch.empty(self.heads, 2 * size - 1) for size in sizes if position)
         self.basis = nn.Parameter(torch.empty(self.heads, rows, self.head_dim))
         self.o_proj = nn.Linear(dim, dim, bias=False)
         self.reset_own()
@@ -104,7 +111,7 @@ class LAVO(StreamingMixer):
         if causal:
             return layout.flatten(self._causal(q, k, v, real, None)[0])
         local = self._local(q, k, v, real, causal=False)
-        mean = token_mean(layout.flatten(local), mask)[:, None]
+        mean = token_mean(layout.flatten(local if self.dissect else v), mask)[:, None]
         return layout.flatten(self._output(q, mean, local))
 
     def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
@@ -133,7 +140,7 @@ class LAVO(StreamingMixer):
 
     def _local(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         ndim = q.ndim - 3
-        tables = list(self.bias) if isinstance(self.window, tuple) else [self.bias[0]] * ndim
+        tables = list(self.bias) if isinstance(self.window, tuple) else [*self.bias] * ndim
         return local_attention(q, k, v, self.windows(ndim) or 1, tables, mask=mask, causal=causal)
 
     def _causal(
@@ -144,8 +151,11 @@ class LAVO(StreamingMixer):
         local = None if windows is None else self._local(q, k, v, mask, causal=True)
         shape = (*q.shape[:2], Grid(q.shape[2:-2]).length)
         real = None if mask is None else mask[:, mask.shape[1] - q.shape[1] :].reshape(shape)
-        features = (v if local is None else local).reshape(*shape, *q.shape[-2:])
-        window = None if windows is None else windows[0]
+        if local is None or not self.dissect:
+            features, window = v[:, v.shape[1] - q.shape[1] :], None
+        else:
+            features, window = local, windows[0] if windows else None
+        features = features.reshape(*shape, *q.shape[-2:])
         means, sums = past_means(features, window, mask=real, past=sums)
         return self._output(q, means, local), sums
 
