@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +36,7 @@ class Forecaster(Pretrained):
         in_chans: columns of the series.
         label_length: input steps that the decoder starts from. If these are all, encoder and decoder count from the
             same step, which matters to mixers with a position code.
+        quantiles: what is forecast of each value: fractions in order, 0.5, the median, among them; None: one number.
         period: steps after which the series roughly repeats. The mean is over all whole periods that end with the last
             input step.
         embed_dim, depth, decoder_depth: width and numbers of blocks.
@@ -49,6 +53,7 @@ class Forecaster(Pretrained):
         in_chans: int = 7,
         label_length: int = 336,
         *,
+        quantiles: Sequence[float] | None = None,
         period: int = 1,
         embed_dim: int = 128,
         depth: int = 2,
@@ -62,6 +67,9 @@ class Forecaster(Pretrained):
         super().__init__()
         if label_length < 0:
             raise ValueError(f"label_length={label_length}: expected 0 or more")
+        levels = [0.0, *([0.5] if quantiles is None else quantiles), 1.0]
+        if 0.5 not in levels or any(low >= high for low, high in pairwise(levels)):
+            raise ValueError(f"quantiles={quantiles}: expected fractions above 0 and below 1 in order, 0.5 among them")
         if period < 1:
             raise ValueError(f"period={period}: expected 1 or more")
         if embed_dim < 2 or embed_dim % 2:
@@ -76,6 +84,7 @@ class Forecaster(Pretrained):
         if cross is not None:
             crosses = layer_factories("cross", cross, decoder_depth, dims=None, first=depth)
         self.in_chans, self.label_length, self.period = in_chans, label_length, period
+        self.quantiles = None if quantiles is None else tuple(quantiles)
         self.embed_dim = embed_dim
         self.embed = nn.Linear(in_chans, embed_dim)
         self.embed_time = nn.Linear(TIME_FEATURES, embed_dim, bias=False)
@@ -86,7 +95,7 @@ class Forecaster(Pretrained):
             CrossBlock(embed_dim, *pair, fixed=cross is not None) for pair in zip(decoders, crosses, strict=True)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
-        self.head = nn.Linear(embed_dim, in_chans)
+        self.head = nn.Linear(embed_dim, in_chans * (len(levels) - 2))
         init_network(self)
 
     @property
@@ -94,8 +103,8 @@ class Forecaster(Pretrained):
         return "time-series-forecasting"
 
     def forward(self, values: Tensor, times: Tensor) -> Tensor:
-        """Map values (batch, input_length, in_chans) and times (batch, input_length + horizon,
-        4) to the forecast (batch, horizon, in_chans)."""
+        """Map values (batch, input_length, in_chans) and times (batch, input_length + horizon, 4) to the forecast,
+        (batch, horizon, in_chans), or with quantiles (batch, horizon, in_chans, quantiles), in order."""
         refuse_shards("Forecaster")
         check_floats(values=values, times=times)
         check_not_wider(self, values=values, times=times)
@@ -118,7 +127,9 @@ class Forecaster(Pretrained):
         for block in self.decoder:
             x = block(x, source)
         out: Tensor = self.head(self.drop(self.norm(x[:, -horizon:])))
-        return level[:, past:] + out
+        if self.quantiles is None:
+            return level[:, past:] + out
+        return level[:, past:, :, None] + out.unflatten(-1, (self.in_chans, -1)).sort(-1).values
 
     def _level(self, values: Tensor, horizon: int) -> Tensor:
         """Return the mean period of the input steps, repeated over them and the later steps."""

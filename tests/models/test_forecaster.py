@@ -110,6 +110,26 @@ def test_a_series_on_another_level_gives_the_same_shape(close, period):
     close(net(values + lift, times), net(values, times) + lift, 1e-10)
 
 
+def test_quantiles_are_in_order_and_on_the_level(close):
+    net, (values, times) = tiny(quantiles=[0.1, 0.5, 0.9], period=5).double(), inputs(dtype=torch.float64)
+    y = net(values, times)
+    assert y.shape == (2, 5, 3, 3) and (y.diff(dim=-1) > 0).all()
+    close(net(values + 7, times), y + 7, 1e-10)
+    nn.init.zeros_(net.head.weight)
+    with torch.no_grad():
+        net.head.bias.copy_(torch.arange(9.0).flip(0))
+    day = simple_forecasts(values, 5, 5)["mean_season"]
+    expected = torch.arange(9.0, dtype=torch.float64).flip(0).view(3, 3).flip(1)
+    close(net(values, times), day[..., None] + expected, 1e-12)
+    assert Forecaster(**net.config).quantiles == (0.1, 0.5, 0.9)
+
+
+@pytest.mark.parametrize("quantiles", [[0.1, 0.9], [0.5, 0.1], [0.0, 0.5], [0.5, 1.0], [0.5, 0.5], []])
+def test_wrong_quantiles(quantiles):
+    with pytest.raises(ValueError, match=r"quantiles=.*: expected fractions above 0 and below 1 in order, 0\.5 among"):
+        tiny(quantiles=quantiles)
+
+
 @pytest.mark.slow
 def test_dropout_only_in_training():
     net, (values, times) = tiny(drop_rate=0.5), inputs()

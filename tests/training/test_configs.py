@@ -37,6 +37,7 @@ BASES = {
     "series": "moving_phantoms",
     "generation": "handwritten_gen",
     "summaries": "made_notes",
+    "forecasts": "ett",
     "videos": "surveillance",
     "volumes": "hippocampus",
 }

@@ -13,13 +13,15 @@ from ndlightnet.training.report.figures import COLORS, GREY, panels_of, plain_ax
 
 
 class Panel(NamedTuple):
-    """One column of a window, at `dates`: `inputs`, then the forecast, and the truth if there is one."""
+    """One column of a window, at `dates`: `inputs`, then the forecast, and the truth and a band (rows, 2) around the
+    forecast if there are any."""
 
     title: str
     dates: pd.DatetimeIndex
     inputs: Tensor
     forecast: Tensor
     truth: Tensor | None = None
+    band: Tensor | None = None
 
 
 def save_forecasts(path: Path, panels: Sequence[Panel]) -> None:
@@ -30,6 +32,8 @@ def save_forecasts(path: Path, panels: Sequence[Panel]) -> None:
     for axis, panel in zip(axes[:, 0], panels, strict=True):
         now, dates = len(panel.inputs), panel.dates.to_pydatetime()
         axis.axvspan(dates[now], dates[-1], color="#F3F3F3", linewidth=0)
+        if panel.band is not None:
+            axis.fill_between(dates[now:], *panel.band.mT.numpy(), color=COLORS[4], alpha=0.2, linewidth=0)
         lines = (
             (dates[:now], panel.inputs, "input", GREY),
             (dates[now:], panel.truth, "truth", COLORS[0]),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import mse_loss
 
 from ndlightnet.data.errors import DataError, atomic_write, file_name
 from ndlightnet.data.series.regular_series import mean_errors, simple_forecasts, window_errors, write_series
@@ -19,9 +21,19 @@ from ndlightnet.training.report.results import write_metrics
 PANELS = 4
 
 
+def quantile_loss(forecast: Tensor, target: Tensor, quantiles: Sequence[float]) -> Tensor:
+    """Return the quantile (pinball) loss, (..., quantiles), of a forecast of that shape of a target (...): q times what
+    it is too low by, 1 - q times what it is too high by."""
+    low = target[..., None] - forecast
+    levels = torch.tensor(quantiles, dtype=low.dtype, device=low.device)
+    return torch.maximum(levels * low, (levels - 1) * low)
+
+
 class ForecastTask(Task):
     """Trains `net`, values `(batch, input_length, columns)` and times `(batch, input_length +
-    horizon, 4)` -> `(batch, horizon, columns)`, on the mean square error of scaled values.
+    horizon, 4)` -> `(batch, horizon, columns)`, on the mean square error of scaled values; one with `quantiles`, whose
+    result has them last, on the quantile loss. Then errors are those of the median, `test` gives the quantile loss and
+    the coverage, the fraction of values between the outermost quantiles, and `predict` a column of each.
 
     Args:
         all: as in Task.
@@ -48,27 +60,35 @@ class ForecastTask(Task):
 
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
         values, times, target, _index = batch
-        loss = nn.functional.mse_loss(self(values, times).float(), target)
+        forecast = self(values, times).float()
+        quantiles = self._quantiles()
+        loss = quantile_loss(forecast, target, quantiles).mean() if quantiles else mse_loss(forecast, target)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: tuple[Any, ...], _: int) -> None:
         values, times, target, _index = batch
-        mse = window_errors(self.net(values, times), target)[:, 0].mean()
+        mse = window_errors(self._median(self.net(values, times)), target)[:, 0].mean()
         self.log("val_mse", mse, prog_bar=True, batch_size=len(target), sync_dist=True)
         self.log("val_score", -mse, batch_size=len(target), sync_dist=True)
 
     def on_test_epoch_start(self) -> None:
         # errors of each window, of the network and of the simple forecasts
         self.tested: dict[int, dict[str, Tensor]] = {}
+        self.spreads: dict[int, Tensor] = {}  # of each window, with quantiles: their loss, and the coverage
         self.panels: dict[int, Panel] = {}
         last = len(self.data().test_set) - 1
         self.shown = {round(i * last / (PANELS - 1)) for i in range(PANELS)}
 
     def test_step(self, batch: tuple[Any, ...], _: int) -> None:
         values, times, target, index = batch
-        data = self.data()
-        forecasts = {"net": self.net(values, times), **simple_forecasts(values, data.horizon, data.series.step.season)}
+        data, output, quantiles = self.data(), self.net(values, times), self._quantiles()
+        if quantiles:
+            within = (output[..., 0] <= target) & (target <= output[..., -1])
+            losses = quantile_loss(output, target, quantiles).flatten(1).double().mean(1)
+            spreads = torch.stack([losses, within.flatten(1).double().mean(1)], 1).cpu()
+            self.spreads |= dict(zip(index.tolist(), spreads, strict=True))
+        forecasts = {"net": self._median(output), **simple_forecasts(values, data.horizon, data.series.step.season)}
         errors = {name: window_errors(y, target).cpu() for name, y in forecasts.items()}
         for row, number in enumerate(index.tolist()):
             self.tested[number] = {name: pair[row] for name, pair in errors.items()}
@@ -76,15 +96,19 @@ class ForecastTask(Task):
                 dates = data.series.dates_from(data.test_set.starts[number], data.test_set.length)
                 title = f"{data.columns[-1]}, window {number + 1} of {len(data.test_set)}"
                 inputs, forecast, truth = (data.unscaled(x[row])[:, -1] for x in (values, forecasts["net"], target))
-                self.panels[number] = Panel(title, dates, inputs, forecast, truth)
+                band = self._unscaled(output[row])[:, -1, [0, -1]] if quantiles else None
+                self.panels[number] = Panel(title, dates, inputs, forecast, truth, band)
 
     def on_test_epoch_end(self) -> None:
         data, tested = self.data(), list(self.gathered(self.tested).values())
-        panels = self.gathered(self.panels)
+        panels, spreads = self.gathered(self.panels), list(self.gathered(self.spreads).values())
+        measures = ("quantile_loss", "coverage")
+        spread = dict(zip(measures, torch.stack(spreads).mean(0).tolist(), strict=True)) if spreads else {}
         errors = {name: mean_errors([window[name] for window in tested]) for name in tested[0]}
         ours = errors.pop("net")
         metrics = {
             **ours,
+            **spread,
             **errors,
             "windows": len(tested),
             "columns": list(data.columns),
@@ -106,15 +130,38 @@ class ForecastTask(Task):
 
     def predict_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
         data, (values, times) = self.data(), batch
-        inputs, forecast = data.unscaled(values[0]), data.unscaled(self.net(values, times)[0])
+        output = self.net(values, times)[0]
+        inputs, forecast = data.unscaled(values[0]), data.unscaled(self._median(output))
         dates = data.series.dates_from(data.first, data.input_length + data.horizon)
         name = re.sub(r"(?i)(\.csv)?(\.gz)?$", "", Path(data.input).name, count=1)
         file = self.out() / "predictions" / f"{file_name(name)}.csv"
         with atomic_write(file) as draft:
-            write_series(draft, data.columns, dates[len(inputs) :], forecast)
-        panels = [Panel(column, dates, inputs[:, i], forecast[:, i]) for i, column in enumerate(data.columns)]
+            columns, later, band = data.columns, forecast, None
+            if quantiles := self._quantiles():
+                columns = [f"{column} {level:g}" for column in columns for level in quantiles]
+                band = self._unscaled(output)
+                later = band.flatten(1)
+            write_series(draft, columns, dates[len(inputs) :], later)
+        panels = [
+            Panel(column, dates, inputs[:, i], forecast[:, i], None, None if band is None else band[:, i, [0, -1]])
+            for i, column in enumerate(data.columns)
+        ]
         save_forecasts(file.with_suffix(".png"), panels)
         self.summary = f"the {data.horizon} rows after {data.input} are in {file}"
+
+    def _quantiles(self) -> tuple[float, ...] | None:
+        quantiles: tuple[float, ...] | None = getattr(self.net, "quantiles", None)
+        return quantiles
+
+    def _median(self, output: Tensor) -> Tensor:
+        """Return the forecast (..., columns) of what the network gives, the median of its quantiles."""
+        quantiles = self._quantiles()
+        return output[..., quantiles.index(0.5)] if quantiles else output
+
+    def _unscaled(self, quantiles: Tensor) -> Tensor:
+        """Return quantiles (horizon, columns, quantiles) in the units of the file."""
+        unscaled: Tensor = self.data().unscaled(quantiles.mT).mT
+        return unscaled
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

@@ -17,6 +17,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.series.regular_series import read_series, write_series
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.training import ForecastTask, SeriesData
+from ndlightnet.training.forecasting.forecast_task import quantile_loss
 from tests.training.conftest import fit_and_test, last, launcher, set_up
 
 START = datetime(2020, 1, 1, 5)
@@ -189,6 +190,45 @@ def test_predict(foresee, trained, folder, tmp_path, close):
     truth = days(230)[200:]
     assert ((predicted.values - truth).abs().mean(0) < truth.std(0)).all()
     assert matplotlib.image.imread(file.with_suffix(".png")).std() > 0.05
+
+
+def test_quantile_loss():
+    """Its least value for a constant is at the quantile of the targets."""
+    targets = torch.arange(101.0)
+    guesses = torch.arange(0, 101, 0.5)
+    for level in (0.1, 0.5, 0.9):
+        losses = [quantile_loss(guess.expand(101, 1), targets, [level]).mean() for guess in guesses]
+        assert guesses[int(torch.stack(losses).argmin())] == pytest.approx(100 * level, abs=0.51)
+    loss = quantile_loss(torch.tensor([[1.0, 1.0], [3.0, 3.0]]), torch.tensor([2.0, 2.0]), [0.1, 0.9])
+    assert torch.allclose(loss, torch.tensor([[0.1, 0.9], [0.9, 0.1]]))
+
+
+@pytest.mark.slow
+def test_quantiles(foresee, folder, tmp_path, close):
+    """Errors are those of the median, the outermost quantiles hold about as many values as they say, and predictions
+    have a column of each."""
+    out, levels = tmp_path / "out", "[0.1,0.5,0.9]"
+    fit_and_test(foresee, f"--model.net.init_args.quantiles={levels}", root=folder, out=out)
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert 0.6 < metrics["coverage"] < 0.95 and 0 < metrics["quantile_loss"] < metrics["mae"] / 2
+    net = Forecaster.from_checkpoint(last(out))
+    windows = opened(folder).test_set
+    with torch.no_grad():
+        errors, within = [], []
+        for values, times, target, _ in windows:
+            low, middle, high = net(values[None], times[None])[0].unbind(-1)
+            errors.append((middle - target).square().mean())
+            within.append(((low <= target) & (target <= high)).double().mean())
+    assert metrics["mse"] == pytest.approx(float(torch.stack(errors).mean()), rel=1e-4)
+    assert metrics["coverage"] == pytest.approx(float(torch.stack(within).mean()), abs=1e-6)
+    write_days(tmp_path / "now.csv", days(200))
+    places = {"out": tmp_path / "next", "input": tmp_path / "now.csv", "root": "/gone"}
+    foresee("predict", f"--model.net.init_args.quantiles={levels}", **places, ckpt=last(out)).well()
+    predicted = read_series(tmp_path / "next" / "predictions" / "now.csv")
+    assert predicted.columns == tuple(f"{name} {level}" for name in ("A", "OT") for level in ("0.1", "0.5", "0.9"))
+    assert (predicted.values.unflatten(1, (2, 3)).diff(dim=-1) >= 0).all()
+    assert (predicted.values[:, 1] - days(230)[200:, 0]).abs().mean() < days(230)[200:, 0].std()
+    assert matplotlib.image.imread(tmp_path / "next" / "predictions" / "now.png").std() > 0.05
 
 
 @pytest.mark.parametrize(
