@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ndlightnet.layout.abstract import check_integers
+
+PENALTY = 100  # most, of the length; of powers beyond it a float has none
 
 
 class Finished(NamedTuple):
@@ -43,8 +44,8 @@ def beam_search(
     """
     vocabulary = network.vocab_size
     check_integers(1, length=length, beams=beams)
-    if not math.isfinite(length_penalty):
-        raise ValueError(f"length_penalty={length_penalty}: expected a finite number")
+    if not -PENALTY <= length_penalty <= PENALTY:
+        raise ValueError(f"length_penalty={length_penalty}: expected a number from {-PENALTY} to {PENALTY}")
     for name, value in (("begin", begin), ("end", end)):
         if not 0 <= value < vocabulary:
             raise ValueError(f"{name}={value}: expected 0 to {vocabulary - 1}, a word of the network's vocabulary")
@@ -59,8 +60,8 @@ def beam_search(
     first = torch.arange(batch, device=device)[:, None] * beams  # of a sample's rows
     for count in range(1, length + 1):
         logits, state = network.advance(targets[:, :, -1:].flatten(0, 1), state)
-        if logits.isnan().any():
-            raise ValueError(f"network: its logits of word {count} are not numbers (NaN)")
+        if (logits.isnan() | logits.isposinf()).any():
+            raise ValueError(f"network: its logits of word {count} are not numbers, or infinite")
         exact = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32))
         # after words of likelihood 0 there may be no likely word: all logits are -inf
         steps = exact.log_softmax(-1).nan_to_num(-torch.inf, neginf=-torch.inf).view(batch, beams, vocabulary)

@@ -68,7 +68,7 @@ class Forecaster(Pretrained):
         if label_length < 0:
             raise ValueError(f"label_length={label_length}: expected 0 or more")
         levels = [0.0, *([0.5] if quantiles is None else quantiles), 1.0]
-        if 0.5 not in levels or any(low >= high for low, high in pairwise(levels)):
+        if 0.5 not in levels or not all(low < high for low, high in pairwise(levels)):
             raise ValueError(f"quantiles={quantiles}: expected fractions above 0 and below 1 in order, 0.5 among them")
         if period < 1:
             raise ValueError(f"period={period}: expected 1 or more")

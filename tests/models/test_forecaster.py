@@ -124,7 +124,9 @@ def test_quantiles_are_in_order_and_on_the_level(close):
     assert Forecaster(**net.config).quantiles == (0.1, 0.5, 0.9)
 
 
-@pytest.mark.parametrize("quantiles", [[0.1, 0.9], [0.5, 0.1], [0.0, 0.5], [0.5, 1.0], [0.5, 0.5], []])
+@pytest.mark.parametrize(
+    "quantiles", [[0.1, 0.9], [0.5, 0.1], [0.0, 0.5], [0.5, 1.0], [0.5, 0.5], [float("nan"), 0.5], []]
+)
 def test_wrong_quantiles(quantiles):
     with pytest.raises(ValueError, match=r"quantiles=.*: expected fractions above 0 and below 1 in order, 0\.5 among"):
         tiny(quantiles=quantiles)

@@ -45,7 +45,7 @@ class LAVO(StreamingMixer):
             biases, or one per axis. "auto": 16 / number of axes, so that the neighbourhood on a volume does not grow
             too large (9^3); text gains from more than 16 (the paper's best is 64). None: no local branch; the memory
             compresses the values, in the causal form those of all frames so far.
-        position: the learnt biases of the local branch.
+        position: whether the local branch has learnt biases.
         dissect: what the memory compresses, local features or, if False, the values, in the causal form those of all
             frames so far. (Table 9 of the paper is without position, then without both.)
         context_dim: channels of the source in the cross form, which has no local branch; with it the layer has no local

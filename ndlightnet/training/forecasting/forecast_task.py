@@ -32,8 +32,9 @@ def quantile_loss(forecast: Tensor, target: Tensor, quantiles: Sequence[float]) 
 class ForecastTask(Task):
     """Trains `net`, values `(batch, input_length, columns)` and times `(batch, input_length +
     horizon, 4)` -> `(batch, horizon, columns)`, on the mean square error of scaled values; one with `quantiles`, whose
-    result has them last, on the quantile loss. Then errors are those of the median, `test` gives the quantile loss and
-    the coverage, the fraction of values between the outermost quantiles, and `predict` a column of each.
+    result has them last, on the quantile loss. Then errors are those of the median, by whose square the best checkpoint
+    is chosen, too; `test` gives the quantile loss and, of several, the coverage, the fraction of values between the
+    outermost quantiles; `predict` writes a column `NAME 0.1` of each quantile and column.
 
     Args:
         all: as in Task.
@@ -104,6 +105,8 @@ class ForecastTask(Task):
         panels, spreads = self.gathered(self.panels), list(self.gathered(self.spreads).values())
         measures = ("quantile_loss", "coverage")
         spread = dict(zip(measures, torch.stack(spreads).mean(0).tolist(), strict=True)) if spreads else {}
+        if len(self._quantiles() or ()) == 1:
+            del spread["coverage"]
         errors = {name: mean_errors([window[name] for window in tested]) for name in tested[0]}
         ours = errors.pop("net")
         metrics = {
@@ -138,7 +141,7 @@ class ForecastTask(Task):
         with atomic_write(file) as draft:
             columns, later, band = data.columns, forecast, None
             if quantiles := self._quantiles():
-                columns = [f"{column} {level:g}" for column in columns for level in quantiles]
+                columns = [f"{column} {level}" for column in columns for level in quantiles]
                 band = self._unscaled(output)
                 later = band.flatten(1)
             write_series(draft, columns, dates[len(inputs) :], later)

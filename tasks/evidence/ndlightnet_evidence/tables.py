@@ -10,7 +10,18 @@ from typing import Any
 Run = dict[str, Any]
 IDENTITY = ("row", "task", "seed", "fold")
 # what may be in a run's metrics.json, in the order of the columns
-SCORES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy", "auc", "ece", "bits_per_byte", "mse", "mae")
+SCORES = (
+    "mean_dice",
+    "mean_hd95_mm",
+    "top1",
+    "balanced_accuracy",
+    "auc",
+    "ece",
+    "bits_per_byte",
+    "mse",
+    "mae",
+    "coverage",
+)
 WRITTEN = ("rouge1", "rouge2", "rougeL", "loss")
 GENERATED = ("frechet", "frechet_train", "precision", "recall")
 COSTS = ("step_ms", "latency_ms", "train_seconds", "padded_share", "sampled_per_second", "peak_memory_gb")

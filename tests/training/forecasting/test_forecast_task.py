@@ -17,6 +17,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.series.regular_series import read_series, write_series
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.training import ForecastTask, SeriesData
+from ndlightnet.training.forecasting import forecast_task
 from ndlightnet.training.forecasting.forecast_task import quantile_loss
 from tests.training.conftest import fit_and_test, last, launcher, set_up
 
@@ -204,23 +205,38 @@ def test_quantile_loss():
 
 
 @pytest.mark.slow
-def test_quantiles(foresee, folder, tmp_path, close):
+def test_quantiles(foresee, folder, tmp_path, monkeypatch):
     """Errors are those of the median, the outermost quantiles hold about as many values as they say, and predictions
     have a column of each."""
     out, levels = tmp_path / "out", "[0.1,0.5,0.9]"
+    panels, save = [], forecast_task.save_forecasts
+
+    def saved(path, chosen):
+        panels.extend(chosen)
+        save(path, chosen)
+
+    monkeypatch.setattr(forecast_task, "save_forecasts", saved)
     fit_and_test(foresee, f"--model.net.init_args.quantiles={levels}", root=folder, out=out)
     metrics = json.loads((out / "metrics.json").read_text())
     assert 0.6 < metrics["coverage"] < 0.95 and 0 < metrics["quantile_loss"] < metrics["mae"] / 2
     net = Forecaster.from_checkpoint(last(out))
-    windows = opened(folder).test_set
-    with torch.no_grad():
-        errors, within = [], []
+    data = opened(folder)
+
+    @torch.no_grad()
+    def measured(windows) -> list[float]:
+        """Mean square error of the median, coverage and quantile loss."""
+        rows = []
         for values, times, target, _ in windows:
-            low, middle, high = net(values[None], times[None])[0].unbind(-1)
-            errors.append((middle - target).square().mean())
-            within.append(((low <= target) & (target <= high)).double().mean())
-    assert metrics["mse"] == pytest.approx(float(torch.stack(errors).mean()), rel=1e-4)
-    assert metrics["coverage"] == pytest.approx(float(torch.stack(within).mean()), abs=1e-6)
+            forecast = net(values[None], times[None])[0]
+            low, middle, high = forecast.unbind(-1)
+            within = ((low <= target) & (target <= high)).double().mean()
+            loss = quantile_loss(forecast, target, [0.1, 0.5, 0.9]).mean()
+            rows.append(torch.stack([(middle - target).square().mean(), within, loss]))
+        return torch.stack(rows).mean(0).tolist()
+
+    values = [metrics[name] for name in ("mse", "coverage", "quantile_loss")]
+    assert values == pytest.approx(measured(data.test_set), rel=1e-4)
+    assert metrics["fit"]["last"]["val_mse"] == pytest.approx(measured(data.val_set)[0], rel=1e-4)
     write_days(tmp_path / "now.csv", days(200))
     places = {"out": tmp_path / "next", "input": tmp_path / "now.csv", "root": "/gone"}
     foresee("predict", f"--model.net.init_args.quantiles={levels}", **places, ckpt=last(out)).well()
@@ -228,7 +244,10 @@ def test_quantiles(foresee, folder, tmp_path, close):
     assert predicted.columns == tuple(f"{name} {level}" for name in ("A", "OT") for level in ("0.1", "0.5", "0.9"))
     assert (predicted.values.unflatten(1, (2, 3)).diff(dim=-1) >= 0).all()
     assert (predicted.values[:, 1] - days(230)[200:, 0]).abs().mean() < days(230)[200:, 0].std()
-    assert matplotlib.image.imread(tmp_path / "next" / "predictions" / "now.png").std() > 0.05
+    assert len(panels) == 4 + 2  # of the test, and of a column each
+    for panel in panels:
+        assert (panel.band[:, 0] <= panel.forecast).all() and (panel.forecast <= panel.band[:, 1]).all()
+        assert (panel.band[:, 0] < panel.band[:, 1]).any()
 
 
 @pytest.mark.parametrize(
