@@ -143,12 +143,10 @@ class NDLightDiT(Pretrained):
         # the residual stream stays in the parameters' precision under autocast
         tokens, dtype = grid.flatten(tokens), weight.dtype
         tokens = tokens.to(dtype) if self.tpe is None else self.tpe(tokens, layout=grid, dtype=dtype)
-        time, label = self._condition(t, y, len(x), x.device)
-        conditions = [time] if label is None else [time, label]
-        condition = torch.stack(conditions, 1)
+        conditions = self._conditions(t, y, len(x), x.device)
         if self.modulation is None:
-            tokens = torch.cat([condition.to(tokens.dtype), tokens], 1)
-        condition = condition.sum(1)
+            tokens = torch.cat([conditions.to(tokens.dtype), tokens], 1)
+        condition = conditions.sum(1)
         for block in self.blocks:
             if self.grad_checkpointing and self.training:
                 tokens = checkpoint(block, tokens, condition, grid, use_reentrant=False)
@@ -165,22 +163,20 @@ class NDLightDiT(Pretrained):
 
         def __call__(self, x: Tensor, t: Tensor | float, y: Tensor | None = None) -> Tensor: ...
 
-    def _condition(
-        self, t: Tensor | float, y: Tensor | None, batch: int, device: torch.device
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the embedded times and classes, (batch, embed_dim) each; None of a network without classes."""
+    def _conditions(self, t: Tensor | float, y: Tensor | None, batch: int, device: torch.device) -> Tensor:
+        """Return the embedded times and, if the network knows classes, classes: (batch, 1 or 2, embed_dim)."""
         times = torch.as_tensor(t, device=device)
         if times.shape not in ((), (batch,)):
             raise ValueError(f"t {tuple(times.shape)}: expected one time or ({batch},)")
         time: Tensor = self.time_embed(times.expand(batch))
         if self.class_embed is None:
-            return time, None
+            return time[:, None]
         if y is None:
             y = torch.full((batch,), self.num_classes, device=device)
         elif self.training and self.class_dropout:
             dropped = torch.rand(batch, device=device) < self.class_dropout
             y = y.masked_fill(dropped, self.num_classes)
-        return time, self.class_embed(y)
+        return torch.stack([time, self.class_embed(y)], 1)
 
     def _check(self, x: Tensor, y: Tensor | None) -> None:
         check_floats(input=x)

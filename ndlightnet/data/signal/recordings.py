@@ -1,8 +1,8 @@
 """Recordings of spoken digits, and their spectra: signals of different lengths.
 
-A folder holds files DIGIT_SPEAKER_TAKE.wav, as the Free Spoken Digit Dataset has them, or `audio.flac`, all recordings
-end to end in one channel, and `index.npz`: `offsets` (recordings + 1,) in samples, `digit` and `take` (recordings,).
-Takes 0 to 4 are the test split.
+A folder holds files DIGIT_SPEAKER_TAKE.wav, as the Free Spoken Digit Dataset has them, of any rate, depth and number of
+channels, which become one channel of 16 bits at 8 kHz; or `audio.flac`, all recordings end to end in one channel, and
+`index.npz`: `offsets` (recordings + 1,) in samples, `digit` and `take` (recordings,). Takes 0 to 4 are the test split.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ndlightnet.data.errors import DataError, readable
 from ndlightnet.data.media import open_media
 
 TEST_TAKES = 5
+RATE = 8000  # samples a second, those of the Free Spoken Digit Dataset
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,22 @@ class Recordings:
         return train, [i for i in order if self.takes[i] < TEST_TAKES]
 
 
-def read_audio(path: Path) -> tuple[Tensor, int]:
-    """Read a file of one channel: (samples,) int16 and its rate. DataError if it cannot be read."""
+def read_audio(path: Path, rate: int | None = None) -> tuple[Tensor, int]:
+    """Read a file of one channel: (samples,) int16 and its rate; one of any form if it is to be converted to a `rate`.
+    DataError if it cannot be read."""
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     with readable(path), open_media(str(path)) as file:
         if not file.streams.audio:
             raise DataError(f"{path}: has no audio stream")
-        rate = int(file.streams.audio[0].rate)
         frames = list(file.decode(audio=0))
+        if rate is None:
+            rate = int(file.streams.audio[0].rate)
+        elif frames:
+            from av import AudioResampler
+
+            converter = AudioResampler("s16", "mono", rate)
+            frames = [frame for piece in (*frames, None) for frame in converter.resample(piece)]
     blocks = [frame.to_ndarray().reshape(-1) for frame in frames]
     if not blocks:
         raise DataError(f"{path}: has no samples")
@@ -84,7 +92,7 @@ def read_recordings(folder: str | Path) -> Recordings:
 
 def _separate(folder: Path) -> Recordings:
     """Read recordings of a file each."""
-    paths, labels, signals, rates = sorted(folder.glob("[!.]*.wav")), [], [], []
+    paths, labels = sorted(folder.glob("[!.]*.wav")), []
     if not paths:
         raise DataError(f"{folder}: expected files DIGIT_SPEAKER_TAKE.wav, or index.npz and audio.flac")
     for path in paths:
@@ -92,14 +100,8 @@ def _separate(folder: Path) -> Recordings:
         if name is None:
             raise DataError(f"{path}: expected a name DIGIT_SPEAKER_TAKE.wav, such as 7_jackson_32.wav")
         labels.append((int(name[1]), int(name[2])))
-    for path in paths:
-        signal, rate = read_audio(path)
-        signals.append(signal)
-        rates.append(rate)
-        if rate != rates[0]:
-            raise DataError(f"{path}: {rate} samples a second, expected {rates[0]} as in {paths[0].name}")
     digits, takes = zip(*labels, strict=True)
-    return Recordings(tuple(signals), digits, takes, rates[0])
+    return Recordings(tuple(read_audio(path, RATE)[0] for path in paths), digits, takes, RATE)
 
 
 def normalized(signal: Tensor) -> Tensor:

@@ -25,11 +25,11 @@ class Row(NamedTuple):
 
 
 class TextPair(NamedTuple):
-    """A text, and one or more that are written of it, none if they are not asked for. line: in the file, from 1."""
+    """A text, and one or more that are written of it, none if they are not asked for. place: its file, and line."""
 
     source: str
     targets: tuple[str, ...]
-    line: int
+    place: str
 
 
 def read_table(path: Path, texts: Sequence[str], label: str | None, header: bool = True) -> list[Row]:
@@ -79,7 +79,7 @@ def read_pairs(path: Path, source: str, target: str | None) -> list[TextPair]:
             texts.append(tuple(text for text in several if text.strip()))
             if not texts[-1]:
                 raise DataError(f"{path}, line {line}: the field {name} is blank, expected a text")
-        rows.append(TextPair(" ".join(texts[0]), () if target is None else texts[1], line))
+        rows.append(TextPair(" ".join(texts[0]), () if target is None else texts[1], f"{path}, line {line}"))
     if not rows:
         raise DataError(f"{path}: has no rows")
     return rows

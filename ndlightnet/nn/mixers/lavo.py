@@ -151,10 +151,9 @@ class LAVO(StreamingMixer):
         local = None if windows is None else self._local(q, k, v, mask, causal=True)
         shape = (*q.shape[:2], Grid(q.shape[2:-2]).length)
         real = None if mask is None else mask[:, mask.shape[1] - q.shape[1] :].reshape(shape)
-        if local is None or not self.dissect:
-            features, window = v[:, v.shape[1] - q.shape[1] :], None
-        else:
-            features, window = local, windows[0] if windows else None
+        features, window = v[:, v.shape[1] - q.shape[1] :], None
+        if windows is not None and local is not None and self.dissect:
+            features, window = local, windows[0]
         features = features.reshape(*shape, *q.shape[-2:])
         means, sums = past_means(features, window, mask=real, past=sums)
         return self._output(q, means, local), sums

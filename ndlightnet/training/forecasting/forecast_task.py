@@ -103,10 +103,8 @@ class ForecastTask(Task):
     def on_test_epoch_end(self) -> None:
         data, tested = self.data(), list(self.gathered(self.tested).values())
         panels, spreads = self.gathered(self.panels), list(self.gathered(self.spreads).values())
-        measures = ("quantile_loss", "coverage")
-        spread = dict(zip(measures, torch.stack(spreads).mean(0).tolist(), strict=True)) if spreads else {}
-        if len(self._quantiles() or ()) == 1:
-            del spread["coverage"]
+        measures = ("quantile_loss", "coverage")[: len(self._quantiles() or ())]  # one quantile covers nothing
+        spread = dict(zip(measures, torch.stack(spreads).mean(0).tolist(), strict=False)) if spreads else {}
         errors = {name: mean_errors([window[name] for window in tested]) for name in tested[0]}
         ours = errors.pop("net")
         metrics = {

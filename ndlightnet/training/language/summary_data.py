@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folders import list_files
+from ndlightnet.data.folders import find_root, list_files
 from ndlightnet.data.made.notes import make_notes
 from ndlightnet.data.text.tables import TextPair, read_pairs
 from ndlightnet.data.text.text_files import ending, read_pieces
@@ -51,8 +51,8 @@ def collate_pairs(items: Sequence[tuple[Tensor, Tensor, int]]) -> Pairs:
 
 class SummaryData(TokenizedData):
     """Texts with summaries: .jsonl files, plain, .gz or .xz, of objects with two fields, see `read_pairs`. Of several
-    references the first is learnt from. `rows` has the texts to test or predict, `row_names` the file, and line, of
-    each to predict, `unreadable` a line for each file that could not be read.
+    references the first is learnt from. `rows` has the texts to test or predict, `unreadable` a line for each file that
+    could not be read.
 
     Args:
         root: the folder of the files.
@@ -91,7 +91,6 @@ class SummaryData(TokenizedData):
         self.tokenizer_source, self.length, self.target_length = tokenizer, length, target_length
         self.collate = collate_pairs
         self.rows: list[TextPair] = []
-        self.row_names: list[str] = []
         self.unreadable: list[str] = []
 
     def setup(self, stage: str) -> None:
@@ -135,21 +134,18 @@ class SummaryData(TokenizedData):
 
     def predict_dataloader(self) -> Any:
         path = Path(self.check_input("a file or a folder to predict", self.tokenizer is not None))
-        self.rows, self.row_names, self.unreadable = [], [], []
+        self.rows, self.unreadable = [], []
         for file in map(Path, list_files(path)):
             try:
                 if ending(file) == ".jsonl":
-                    rows = read_pairs(file, self.source_field, None)
-                    names = [f"{file}, line {row.line}" for row in rows]
-                else:
-                    rows, names = [TextPair("".join(piece.text for piece in read_pieces(file)), (), 1)], [str(file)]
-                    if not rows[0].source.strip():
-                        raise DataError(f"{file}: is blank, expected a text")
+                    self.rows += read_pairs(file, self.source_field, None)
+                    continue
+                text = "".join(piece.text for piece in read_pieces(file))
+                if not text.strip():
+                    raise DataError(f"{file}: is blank, expected a text")
+                self.rows.append(TextPair(text, (), str(file)))
             except DataError as error:
                 self.unreadable.append(str(error))
-                continue
-            self.rows += rows
-            self.row_names += names
         if not self.rows:
             raise DataError("; ".join(self.unreadable))
         return self.still_loader(self._tokens(path, self.rows))
@@ -163,10 +159,10 @@ class MadeNotes(SummaryData):
     """
 
     def __init__(self, root: str, samples: tuple[int, int] = (6000, 500), sentences: int = 4, **kwargs: Any) -> None:
-        super().__init__(root, tokenizer=FILE, **kwargs)
+        super().__init__(root, tokenizer=str(find_root(root) / FILE), **kwargs)
         check("data.samples", samples, min(samples) > 0, "1 or more of each")
         check("data.sentences", sentences, sentences > 0, "1 or more")
-        self.samples, self.sentences, self.tokenizer_source = samples, sentences, str(self.root / FILE)
+        self.samples, self.sentences = samples, sentences
 
     def prepare_data(self) -> None:
         if self.trainer is None or not self.trainer.predicting:

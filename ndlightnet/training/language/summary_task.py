@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchmetrics.functional.text import rouge_score
 
 from ndlightnet.data.errors import printable
+from ndlightnet.data.sampling import linspace_indices
 from ndlightnet.inference.beam_search import beam_search
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
@@ -20,13 +21,13 @@ from ndlightnet.training.report.page import number, write_html
 from ndlightnet.training.report.results import write_csv, write_metrics
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
-SHOWN = 30  # samples on the page, evenly spaced from the worst to the best
+SHOWN = 30  # samples on the page, evenly spaced from the worst on
 PAGE = """
 {% extends "base" %}
 {% block content %}
 {{ table(["", "ROUGE-1", "ROUGE-2", "ROUGE-L"], scores) }}
 {% for one in samples %}
-<h2>ROUGE-L {{ one.score }}: {{ one.written }} <span class="soft">line {{ one.name }}</span></h2>
+<h2>ROUGE-L {{ one.score }}: {{ one.written }} <span class="soft">{{ one.place }}</span></h2>
 <p>Reference: {{ one.reference }}</p>
 <p class="soft">{{ one.source }}</p>
 {% endfor %}
@@ -107,14 +108,12 @@ class SummaryTask(TokenizedTask):
         self.predict_step(batch, 0)
 
     def predict_step(self, batch: Pairs, _: int) -> None:
-        data = self.data()
-        end = data.loaded_tokenizer().end
+        tokenizer, length = self.data().loaded_tokenizer(), self.data().target_length
+        ends: dict[str, int] = {"begin": tokenizer.end, "end": tokenizer.end}
         options: dict[str, Any] = {"beams": self.beams, "length_penalty": self.length_penalty}
-        results = beam_search(
-            self.net, batch.source, data.target_length, begin=end, end=end, mask=batch.mask, **options
-        )
+        results = beam_search(self.net, batch.source, length, mask=batch.mask, **ends, **options)
         for index, words in zip(batch.numbers.tolist(), results, strict=True):
-            self.written[index] = data.tokenizer.decode(words).strip()
+            self.written[index] = tokenizer.decode(words).strip()
 
     def on_test_epoch_end(self) -> None:
         written, losses = self.gathered(self.written), self.gathered(self.losses)
@@ -135,10 +134,10 @@ class SummaryTask(TokenizedTask):
             **training_costs(self.net, self.cost),
         }
         write_metrics(out, metrics)
-        head = ("line", "source", "reference", "written", *ROUGES)
+        head = ("place", "source", "reference", "written", *ROUGES)
         lines = [
             (
-                row.line,
+                row.place,
                 row.source,
                 " | ".join(row.targets),
                 written[index],
@@ -148,16 +147,15 @@ class SummaryTask(TokenizedTask):
         ]
         write_csv(out / "test.csv", head, lines)
         order = sorted(rows, key=lambda index: scores[index]["rougeL"])
-        places = {round(place * (len(order) - 1) / max(1, SHOWN - 1)) for place in range(SHOWN)}
         samples = [
             {
                 "score": number(scores[index]["rougeL"]),
                 "written": written[index],
-                "name": rows[index].line,
+                "place": rows[index].place,
                 "reference": " | ".join(rows[index].targets),
                 "source": rows[index].source,
             }
-            for index in (order[place] for place in sorted(places))
+            for index in (order[place] for place in linspace_indices(min(SHOWN, len(order)), len(order)))
         ]
         table = [
             (name, *(number(values[x]) for x in ROUGES))
@@ -179,5 +177,5 @@ class SummaryTask(TokenizedTask):
         written, file = self.gathered(self.written), self.out() / "predictions.csv"
         if not self.trainer.is_global_zero or not written:
             return
-        write_csv(file, ("file", "written"), [(data.row_names[index], text) for index, text in written.items()])
+        write_csv(file, ("file", "written"), [(data.rows[index].place, text) for index, text in written.items()])
         self.summary = f"{len(written)} texts; see {file}"

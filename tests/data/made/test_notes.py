@@ -31,11 +31,9 @@ def test_one_sentence_is_news():
 def test_sets_are_made_once(tmp_path):
     sets = [make_notes(tmp_path / str(number), 50, 10, 2) for number in range(2)]
     assert make_notes(sets[0], 50, 10, 2) == sets[0]
-    files = [
-        [read_pairs(folder / f"{name}.jsonl", "document", "summary") for name in ("train", "test")] for folder in sets
-    ]
-    assert files[0] == files[1]
-    train, test = files[0]
+    for name in ("train.jsonl", "test.jsonl", "tokenizer.json"):
+        assert (sets[0] / name).read_bytes() == (sets[1] / name).read_bytes()
+    train, test = (read_pairs(sets[0] / f"{name}.jsonl", "document", "summary") for name in ("train", "test"))
     assert (len(train), len(test)) == (50, 10) and len({row.source for row in train + test}) == 60
     with pytest.raises(DataError, match="drawn with other arguments"):
         make_notes(sets[0], 50, 10, 3)

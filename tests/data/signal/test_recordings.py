@@ -94,13 +94,16 @@ def test_a_file_for_each_recording(tmp_path):
     signals = {"3_lucas_11": [5, -7, 300] * 2000, "7_theo_0": [1, 2, -32768], "3_lucas_2": [9] * 999}
     for name, samples in signals.items():
         wav(tmp_path / f"{name}.wav", np.array(samples, np.int16).tobytes())
+    wav(tmp_path / "8_theo_0.wav", bytes([0, 2, 0, 0, 4, 0]) * 99, 2, 3)  # stereo of 24 bits: 2 and 4 times 256
+    signals["8_theo_0"] = [3] * 99
     read = read_recordings(tmp_path)
-    assert (read.rate, read.digits, read.takes) == (8000, (3, 3, 7), (11, 2, 0))
+    assert (read.rate, read.digits, read.takes) == (8000, (3, 3, 7, 8), (11, 2, 0, 0))
     for signal, name in zip(read.signals, sorted(signals), strict=True):
         assert signal.tolist() == signals[name]
-    wav(tmp_path / "7_theo_1.wav", b"ab", rate=16000)
-    refuses(lambda: read_recordings(tmp_path), tmp_path / "7_theo_1.wav", "16000 samples a second, expected 8000")
-    (tmp_path / "7_theo_1.wav").rename(tmp_path / "seven.wav")
+    wav(tmp_path / "9_theo_1.wav", np.full(1600, 1000, np.int16).tobytes(), rate=16000)
+    signal = read_recordings(tmp_path).signals[-1]
+    assert len(signal) == 800 and (signal[50:-50] - 1000).abs().max() <= 1  # but for what the filter does at the ends
+    (tmp_path / "9_theo_1.wav").rename(tmp_path / "seven.wav")
     refuses(lambda: read_recordings(tmp_path), tmp_path / "seven.wav", "expected a name DIGIT_SPEAKER_TAKE.wav")
 
 

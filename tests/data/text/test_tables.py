@@ -108,8 +108,11 @@ def test_references(tmp_path):
     path = tmp_path / "a.jsonl.xz"
     with lzma.open(path, "wt") as file:
         file.write("\n".join(["", *map(json.dumps, rows), ""]))
-    assert read_pairs(path, "a", "b") == [("one", ("x",), 2), ("two. three", ("y", "z"), 3)]
-    assert read_pairs(path, "a", None) == [("one", (), 2), ("two. three", (), 3)]
+    assert read_pairs(path, "a", "b") == [
+        ("one", ("x",), f"{path}, line 2"),
+        ("two. three", ("y", "z"), f"{path}, line 3"),
+    ]
+    assert read_pairs(path, "a", None) == [("one", (), f"{path}, line 2"), ("two. three", (), f"{path}, line 3")]
 
 
 @pytest.mark.parametrize(

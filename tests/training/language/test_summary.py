@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
+from torch.nn.functional import cross_entropy
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.text.tokenizer import ByteTokenizer
+from ndlightnet.inference import beam_search
 from ndlightnet.models import Seq2Seq
 from ndlightnet.training.language.summary_data import NOT_COUNTED, MadeNotes, SummaryData, collate_pairs
 from ndlightnet.training.language.summary_task import ROUGES, SummaryTask, first_sentence, rouge
@@ -33,10 +35,15 @@ SMALL = {"embed_dim": 16, "depth": 1, "decoder_depth": 1, "tpe_states": 4}
 summarize = launcher(SummaryTask, SummaryData, CONFIG)
 
 
+def summary_of(number: int) -> str:
+    """Of four to six bytes."""
+    return f"no {10 ** (number % 3)}"
+
+
 def write_texts(folder: Path, train: int = 20, test: int = 6) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, count in (("train", train), ("test", test)):
-        rows = [{"document": f"The {n} of it. More.", "summary": [f"no {n % 3}", "none"]} for n in range(count)]
+        rows = [{"document": f"The {n} of it. More.", "summary": [summary_of(n), "none"]} for n in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -141,16 +148,26 @@ def test_the_files_of_a_test(run):
     with (run / "test.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["source"] for row in rows] == [f"The {n} of it. More." for n in range(6)]
-    assert [row["reference"] for row in rows] == [f"no {n % 3} | none" for n in range(6)]
+    assert [row["reference"] for row in rows] == [f"{summary_of(n)} | none" for n in range(6)]
+    assert [row["place"] for row in rows] == [f"{run.parent / 'data' / 'test.jsonl'}, line {n + 1}" for n in range(6)]
     for name in ROUGES:
         each = [rouge(row["written"], row["reference"].split(" | "))[name] for row in rows]
         assert metrics[name] == pytest.approx(sum(each) / 6, abs=1e-5)
         assert [float(row[name]) for row in rows] == pytest.approx(each, abs=1e-5)
-        lead = [rouge(f"The {n} of it.", [f"no {n % 3}", "none"])[name] for n in range(6)]
+        lead = [rouge(f"The {n} of it.", [summary_of(n), "none"])[name] for n in range(6)]
         assert metrics["first_sentence"][name] == pytest.approx(sum(lead) / 6, abs=1e-5)
-    assert metrics["loss"] > 0 and metrics["texts"] == 6 and metrics["beams"] == 2
+    assert metrics["texts"] == 6 and metrics["beams"] == 2
+    net, end, nll = Seq2Seq.from_checkpoint(last(run)), ByteTokenizer.end, []
+    for n, row in enumerate(rows):  # each text alone
+        source = torch.tensor([[*row["source"].encode(), end]])
+        target = torch.tensor([[end, *summary_of(n).encode(), end]])
+        with torch.no_grad():
+            nll += cross_entropy(net(source, target[:, :-1])[0], target[0, 1:], reduction="none").tolist()
+        words = beam_search(net, source, 8, begin=end, end=end, beams=2)[0]
+        assert row["written"] == ByteTokenizer().decode(words).strip()
+    assert len(nll) == 2 * (5 + 6 + 7) and metrics["loss"] == pytest.approx(sum(nll) / len(nll), abs=1e-4)
     page = (run / "index.html").read_text()
-    assert all(f"Reference: no {n % 3} | none" in page for n in range(6)) and page.count("<h2>") == 6
+    assert all(f"Reference: {summary_of(n)} | none" in page for n in range(6)) and page.count("<h2>") == 6
 
 
 @pytest.mark.slow
