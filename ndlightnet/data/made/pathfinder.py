@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from rich.progress import track
+from torch.utils.data import DataLoader, Dataset
 
 from ndlightnet.data.made.drawn_set import draw_once
 
@@ -41,11 +43,12 @@ def make_pathfinder(
     others: int = 4,
     seed: int = 0,
     progress: bool = True,
+    workers: int = 0,
 ) -> Path:
     """Write pictures of size x size pixels, `train/<class>/*.png` and `test/<class>/*.png`, half of each class up to a
-    remainder; return `folder`. dashes: of a long curve. others: number of shorter curves. The same arguments give the
-    same pictures, and a set that exists is left as it is. DataError if the folder holds anything else; ValueError for
-    fewer pictures than classes, and for curves that have no room."""
+    remainder; return `folder`. dashes: of a long curve. others: number of shorter curves. workers: processes that draw.
+    The same arguments give the same pictures, and a set that exists is left as it is. DataError if the folder holds
+    anything else; ValueError for fewer pictures than classes, and for curves that have no room."""
     if min(train, test) < len(CLASSES) or dashes < 2 or others < 0 or 2 * dashes * (DASH + GAP) > size * size / 16:
         sizes = f"{train=}, {test=}, {size=}, {dashes=}, {others=}"
         raise ValueError(f"{sizes}: expected 2 or more pictures and dashes, and a size with room for the curves")
@@ -53,14 +56,31 @@ def make_pathfinder(
 
     def draw(draft: Path) -> None:
         for split, count in (("train", train), ("test", test)):
-            for number in track(range(count), f"drawing pathfinder, {split}", disable=not progress):
-                label, rng = number % 2, np.random.default_rng([seed, number, split == "test"])
-                path = draft / split / CLASSES[label] / f"{number:06d}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(draw_picture(rng, bool(label), size, dashes, others)).save(path)
+            for name in CLASSES:
+                (draft / split / name).mkdir(parents=True)
+            pictures = _Pictures(count, (seed, split == "test"), (size, dashes, others))
+            drawn = DataLoader(pictures, batch_size=None, num_workers=workers)
+            for number, picture in enumerate(track(drawn, f"drawing pathfinder, {split}", disable=not progress)):
+                Image.fromarray(picture.numpy()).save(draft / split / CLASSES[number % 2] / f"{number:06d}.png")
 
     record: dict[str, Any] = dict(kind="pathfinder", version=VERSION, train=train, test=test)
     return draw_once(folder, {**record, "size": size, "dashes": dashes, "others": others, "seed": seed}, draw)
+
+
+@dataclass
+class _Pictures(Dataset[npt.NDArray[np.uint8]]):
+    """Pictures by number, even ones apart: each follows from the seed, the split and its number."""
+
+    count: int
+    stream: tuple[int, bool]
+    sizes: tuple[int, int, int]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> npt.NDArray[np.uint8]:
+        seed, test = self.stream
+        return draw_picture(np.random.default_rng([seed, number, test]), bool(number % 2), *self.sizes)
 
 
 def draw_picture(rng: np.random.Generator, joined: bool, size: int, dashes: int, others: int) -> npt.NDArray[np.uint8]:

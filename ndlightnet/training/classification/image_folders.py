@@ -245,4 +245,4 @@ class Pathfinder(ImageFolders):
 
     def prepare_data(self) -> None:
         if self.trainer is None or not self.trainer.predicting:
-            make_pathfinder(self.root, *self.drawn)
+            make_pathfinder(self.root, *self.drawn, workers=self.workers)

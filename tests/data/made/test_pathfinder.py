@@ -67,7 +67,7 @@ def test_the_directions_of_the_curves_at_the_dots_say_little(drawn):
 
 
 def test_pictures_are_made_once(tmp_path):
-    sets = [make_pathfinder(tmp_path / str(n), 5, 2, 24, 4, 2, progress=False) for n in range(2)]
+    sets = [make_pathfinder(tmp_path / str(n), 5, 2, 24, 4, 2, progress=False, workers=n) for n in range(2)]
     names = sorted(path.relative_to(sets[0]) for path in sets[0].rglob("*.png"))
     assert [
         sum(name.parts[:2] == (split, label) for name in names)
