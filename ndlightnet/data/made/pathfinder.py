@@ -52,35 +52,40 @@ def make_pathfinder(
     if min(train, test) < len(CLASSES) or dashes < 2 or others < 0 or 2 * dashes * (DASH + GAP) > size * size / 16:
         sizes = f"{train=}, {test=}, {size=}, {dashes=}, {others=}"
         raise ValueError(f"{sizes}: expected 2 or more pictures and dashes, and a size with room for the curves")
-    from PIL import Image
 
     def draw(draft: Path) -> None:
         for split, count in (("train", train), ("test", test)):
             for name in CLASSES:
                 (draft / split / name).mkdir(parents=True)
-            pictures = _Pictures(count, (seed, split == "test"), (size, dashes, others))
-            drawn = DataLoader(pictures, batch_size=None, num_workers=workers)
-            for number, picture in enumerate(track(drawn, f"drawing pathfinder, {split}", disable=not progress)):
-                Image.fromarray(picture.numpy()).save(draft / split / CLASSES[number % 2] / f"{number:06d}.png")
+            written = DataLoader(
+                _Pictures(draft / split, count, seed, (size, dashes, others)), None, num_workers=workers
+            )
+            for _ in track(written, f"drawing pathfinder, {split}", disable=not progress):
+                pass
 
     record: dict[str, Any] = dict(kind="pathfinder", version=VERSION, train=train, test=test)
     return draw_once(folder, {**record, "size": size, "dashes": dashes, "others": others, "seed": seed}, draw)
 
 
 @dataclass
-class _Pictures(Dataset[npt.NDArray[np.uint8]]):
-    """Pictures by number, even ones apart: each follows from the seed, the split and its number."""
+class _Pictures(Dataset[int]):
+    """Writes a picture when it is asked for its number, so that processes write as well; even numbers are apart."""
 
+    folder: Path
     count: int
-    stream: tuple[int, bool]
+    seed: int
     sizes: tuple[int, int, int]
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, number: int) -> npt.NDArray[np.uint8]:
-        seed, test = self.stream
-        return draw_picture(np.random.default_rng([seed, number, test]), bool(number % 2), *self.sizes)
+    def __getitem__(self, number: int) -> int:
+        from PIL import Image
+
+        label, rng = number % 2, np.random.default_rng([self.seed, number, self.folder.name == "test"])
+        picture = Image.fromarray(draw_picture(rng, bool(label), *self.sizes))
+        picture.save(self.folder / CLASSES[label] / f"{number:06d}.png")
+        return number
 
 
 def draw_picture(rng: np.random.Generator, joined: bool, size: int, dashes: int, others: int) -> npt.NDArray[np.uint8]:
