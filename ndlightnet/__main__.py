@@ -40,6 +40,7 @@ EXTRA = {
     "captum",
     "tokenizers",
     "nltk",
+    "plyfile",
     "numpy",
     "yaml",
     "PIL",

@@ -62,6 +62,7 @@ class Layout(ABC):
     start: Shape | None = None  # of a slab: coordinates of its first token in the whole
     shared: bool = False  # whether other rows or slabs have tokens of a row's sample
     packed: bool = False  # whether samples of any shapes lie end to end in one row
+    ordered: bool = True  # whether tokens lie on grids; else they are points at any coordinates
     joint: bool = True  # whether operators take all samples at once; else by `map_samples`
 
     @property
@@ -129,6 +130,11 @@ class Layout(ABC):
     @abstractmethod
     def coordinates(self, device: torch.device | str | None = None) -> Tensor:
         """Return each token's coordinates in its sample, (length, ndim) int64, counted from 0."""
+
+    def token_coordinates(self, device: torch.device) -> Tensor | None:
+        """Return the coordinates of tokens that cannot be told axis by axis, (length, ndim), or (batch, length, ndim)
+        of each row, on a device; None for tokens that fill a grid."""
+        return None
 
     @abstractmethod
     def samples(self, batch: int) -> int:

@@ -67,7 +67,7 @@ class Grid(Layout):
 
     def flatten(self, x: Tensor) -> Tensor:
         """Reshape `(batch, *grid, ...)` to `(batch, length, ...)`."""
-        return x.reshape(x.shape[0], self.length, *x.shape[1 + self.ndim :])
+        return x.reshape(x.shape[0], self.length, *x.shape[1 + len(self.shape) :])
 
     def unflatten(self, x: Tensor) -> Tensor:
         """Reshape `(batch, length, ...)` to `(batch, *grid, ...)`."""

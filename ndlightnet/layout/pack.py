@@ -10,7 +10,10 @@ from einops import rearrange
 from torch import Tensor
 
 from ndlightnet.layout.abstract import per_axis
+from ndlightnet.layout.points import Points
 from ndlightnet.layout.ragged import Ragged
+
+STEPS = 32.0  # by which position codes multiply the coordinates of points
 
 
 def cut_patches(x: Tensor, patch: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -90,3 +93,20 @@ def pack(samples: Iterable[Tensor], patch_size: int | Sequence[int] | None = Non
     patches = [cut_patches(x[None], patch)[0] for x in samples]
     layout = Ragged(x.shape[:-1] for x in patches)
     return Packed(torch.cat([x.flatten(0, -2) for x in patches]), layout)
+
+
+def pack_points(clouds: Iterable[Tensor], axes: int = 3, steps: float = STEPS) -> Packed:
+    """Join clouds of points (points, axes + features) of any sizes end to end, floats: coordinates, then features such
+    as normals or colours, if there are any. A token's values are all of them.
+
+    steps: by how much position codes multiply coordinates. Clouds from -1 to 1 lie as a grid of 2 `steps` does.
+    """
+    clouds = [*clouds]
+    for number, cloud in enumerate(clouds):
+        width = cloud.shape[-1] if cloud.ndim == 2 else 0
+        if width < axes or width != clouds[0].shape[1] or not (len(cloud) and cloud.is_floating_point()):
+            expected = f"floats (points, {axes} or more), of one width"
+            raise ValueError(f"clouds[{number}] {tuple(cloud.shape)} {cloud.dtype}: expected {expected}")
+    if not clouds:
+        raise ValueError("clouds=[]: expected one or more")
+    return Packed(torch.cat(clouds), Points(cloud[:, :axes] * steps for cloud in clouds))

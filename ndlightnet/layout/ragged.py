@@ -93,11 +93,11 @@ class Ragged(Layout):
 
     def map_samples(self, function: Callable[..., Tensor], *xs: Tensor | None) -> Tensor:
         rows = [None if x is None else x.split(self.lengths, 1) for x in xs]
-        grids, outputs = list(self.grids()), [torch.empty(0)] * len(self)
+        outputs = [torch.empty(0)] * len(self)
         for samples in self.alike():
             parts = [[] if row is None else [row[i] for i in samples] for row in rows]
             batch = (torch.cat(part) if part[1:] else next(iter(part), None) for part in parts)  # one is not copied
-            y = function(grids[samples[0]], *batch)
+            y = function(self.rows_of(samples), *batch)
             for i, sample in zip(samples, y.split(1), strict=True):
                 outputs[i] = sample
         return torch.cat(outputs, 1)
@@ -109,9 +109,9 @@ class Ragged(Layout):
             groups.setdefault(shape, []).append(i)
         return list(groups.values())
 
-    def grids(self) -> Iterable[Grid]:
-        """Return the layout of each sample."""
-        return map(Grid, self.shapes)
+    def rows_of(self, samples: Sequence[int]) -> Grid:
+        """Return the layout of samples of one shape as rows of a batch."""
+        return Grid(self.shapes[samples[0]])
 
     def map_lines(self, function: Callable[[Tensor], Tensor], x: Tensor, axis: int) -> Tensor:
         # one more row, of zeros, for the positions beyond the end of a line
@@ -143,6 +143,10 @@ class Ragged(Layout):
 
         table: Tensor = self.table(("sample_of_token", device), make)
         return table
+
+    def token_coordinates(self, device: torch.device) -> Tensor:
+        coordinates: Tensor = self.table(("coordinates", device), lambda: self.coordinates().to(device))
+        return coordinates
 
     def frames(self, device: torch.device) -> tuple[Ragged, Tensor, int]:
         """Return a Ragged whose samples are the frames (steps of the first axis) of all samples; the index of each in a

@@ -5,6 +5,7 @@ from ndlightnet.models.dit import DIT_SIZES, NDLightDiT
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.models.frame_networks import FrameByFrame, FramesAsChannels
 from ndlightnet.models.masked import MaskedDecoder, Reconstruction, masked_loss
+from ndlightnet.models.point_completion import PointCompletion
 from ndlightnet.models.seq2seq import Seq2Seq
 from ndlightnet.models.unet import NDLightUNet
 
@@ -17,6 +18,7 @@ __all__ = [
     "NDLightDiT",
     "NDLightNet",
     "NDLightUNet",
+    "PointCompletion",
     "Reconstruction",
     "Seq2Seq",
     "masked_loss",

@@ -1,4 +1,4 @@
-"""CrossBlock: a causal block that also reads another source, at once or step by step."""
+"""CrossBlock: a block that also reads another source, at once or, causally, step by step."""
 
 from __future__ import annotations
 
@@ -23,27 +23,38 @@ class CrossState(NamedTuple):
 
 
 class CrossBlock(Block):
-    """A causal Block with cross attention between its mixer and its mlp: x + mixer(norm x), then
+    """A Block with cross attention between its mixer and its mlp: x + mixer(norm x), then
     x + cross(norm x, context), then x + mlp(norm x), with dropout of each branch. fixed: `cross` holds also if the
-    mixer has no cross form, for which LightNetAttention stands otherwise."""
+    mixer has no cross form, for which LightNetAttention stands otherwise. causal: of the mixer; `before` and `advance`
+    are of the causal form."""
 
     cross: Any
 
-    def __init__(self, dim: int, mixer: Factory, cross: Factory, fixed: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self, dim: int, mixer: Factory, cross: Factory, fixed: bool = True, dropout: float = 0.0, causal: bool = True
+    ) -> None:
         super().__init__(dim, mixer, dropout=dropout)
+        self.causal = causal
         if not fixed and not reads_context(self.mixer):
             cross = LightNetAttention
         self.norm_cross = nn.LayerNorm(dim, eps=1e-6)
         self.cross = cross(dim)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, context: Tensor, context_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        context: Tensor,
+        context_mask: Tensor | None = None,
+        layout: Grid | None = None,
+        source: Grid | None = None,
     ) -> Tensor:
         """Map tokens (batch, length, dim) and a context (batch, source length, dim) to tokens. context_mask: bool
-        (batch, source length), False = padding."""
-        x = x + self.dropout(self.mixer(self.norm1(x), causal=True))
-        masked = {} if context_mask is None else {"mask": context_mask}
-        x = x + self.dropout(self.cross(self.norm_cross(x), context=context, **masked))
+        (batch, source length), False = padding. layout, source: of the tokens and of the context; default: one axis."""
+        places = {} if layout is None else {"layout": layout}
+        x = x + self.dropout(self.mixer(self.norm1(x), causal=self.causal, **places))
+        options = {"context": context, "mask": context_mask, "source": source, **places}
+        options = {name: value for name, value in options.items() if value is not None}
+        x = x + self.dropout(self.cross(self.norm_cross(x), **options))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
     def before(self, context: Tensor, context_mask: Tensor | None = None) -> CrossState:

@@ -116,6 +116,8 @@ class MDTPE(Initialized):
         (batch, length, dim), and a pack is (length, dim). dtype: of the result, by default that of x. Under autocast
         tokens and sums are rounded to its dtype, x itself is not."""
         grid, products = layout or layout_of_tokens(x), product_dtype(x)
+        if not grid.ordered:
+            raise ValueError(f"layout={grid}: points lie on no lines that MD-TPE could scan, expected tpe=False")
         with exact(x):
             (coef, log_decay), reverse = self.weights()
             y = axis_scan(

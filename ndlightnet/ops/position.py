@@ -106,7 +106,10 @@ def key_features(position: Position, dim: int, dtype: torch.dtype) -> Tensor:
             f"theta of shape {tuple(theta.shape)}: expected (heads or 1, {slots}) "
             f"for kind={position.kind!r} and head dim {dim}"
         )
+    where = layout.token_coordinates(theta.device)
     rowwise = [s for s in (*(offset or ()), *(position.origin or ())) if isinstance(s, Tensor) and s.ndim]
+    if where is not None and where.ndim == 3:
+        rowwise, where = [where], where.movedim(0, 1)  # (length, batch, axes)
 
     def row(first: int | Tensor) -> int | Tensor:
         if not isinstance(first, Tensor):
@@ -118,12 +121,11 @@ def key_features(position: Position, dim: int, dtype: torch.dtype) -> Tensor:
     kind = split[0].dtype if offset is None else torch.int64  # far coordinates are ints until they are differences
     for axis, group in enumerate(split):
         origin = row(position.origin[axis]) if position.origin else None
-        if layout.packed:  # of each token
-            key = ("coordinates", theta.device)
-            coordinate = layout.table(key, lambda: layout.coordinates().to(theta.device))[:, axis]
+        if where is not None:
+            coordinate = where[..., axis]
         else:
             coordinate = torch.arange(grid.shape[axis], dtype=kind, device=theta.device)
-        coordinate = coordinate[:, None] if rowwise else coordinate
+            coordinate = coordinate[:, None] if rowwise else coordinate
         if offset is not None:
             coordinate = coordinate + row(offset[axis])  # (n, batch or 1) or (n,)
         angles.append(_angles(coordinate, origin, group))
@@ -133,7 +135,7 @@ def key_features(position: Position, dim: int, dtype: torch.dtype) -> Tensor:
     def factors(grid: Grid, angles: list[Tensor]) -> Tensor:
         def spread(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
             values = [function(x).to(dtype) for x in angles]
-            values = values if layout.packed else [grid.spread(x, axis) for axis, x in enumerate(values)]
+            values = values if where is not None else [grid.spread(x, axis) for axis, x in enumerate(values)]
             if rowwise:
                 rows = rowwise[0].shape[0]
                 values = [x.expand(*grid.shape, rows, *x.shape[-2:]).movedim(-3, 0) for x in values]

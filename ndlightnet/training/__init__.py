@@ -24,6 +24,9 @@ from ndlightnet.training.language.text_cls_task import TextClsTask
 from ndlightnet.training.language.text_data import TextData
 from ndlightnet.training.language.text_mlm_task import MaskedTextTask
 from ndlightnet.training.language.text_task import TextTask
+from ndlightnet.training.points.cloud_data import CloudFolders, MadeShapes, PartialClouds, ShapeClasses
+from ndlightnet.training.points.completion_task import CompletionTask
+from ndlightnet.training.points.point_cls_task import PointClsTask
 from ndlightnet.training.pretraining.pretrain_task import PretrainTask
 from ndlightnet.training.pretraining.unlabelled_files import UnlabelledFiles
 from ndlightnet.training.segmentation.segmentation_task import SegmentationTask
@@ -31,7 +34,9 @@ from ndlightnet.training.segmentation.volume_data import MovingPhantoms, Phantom
 
 __all__ = [
     "AveragedWeights",
+    "CloudFolders",
     "ColouredDigits",
+    "CompletionTask",
     "ForecastTask",
     "GenerationTask",
     "HandwrittenDigits",
@@ -42,16 +47,20 @@ __all__ = [
     "ListOps",
     "MadeNotes",
     "MadeSentences",
+    "MadeShapes",
     "MaskedTextData",
     "MaskedTextTask",
     "MovingDigits",
     "MovingPhantoms",
+    "PartialClouds",
     "Pathfinder",
     "PhantomVolumes",
+    "PointClsTask",
     "PretrainTask",
     "SegmentationTask",
     "SentenceData",
     "SeriesData",
+    "ShapeClasses",
     "SignalData",
     "SignalTask",
     "SummaryData",

@@ -18,6 +18,7 @@ from ndlightnet.data.made import moving_phantoms, pathfinder
 from ndlightnet.data.made.digits import DIGITS, MOTIONS
 from ndlightnet.data.made.notes import VOCABULARY
 from ndlightnet.data.made.phantoms import LABELS
+from ndlightnet.data.made.shapes import SHAPES
 from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.series.regular_series import read_series
 from ndlightnet.data.signal.recordings import read_recordings
@@ -37,6 +38,7 @@ BASES = {
     "series": "moving_phantoms",
     "generation": "handwritten_gen",
     "summaries": "made_notes",
+    "clouds": "made_shapes",
     "forecasts": "ett",
     "videos": "surveillance",
     "volumes": "hippocampus",
@@ -107,6 +109,12 @@ def batch_for(cli: training.TaskCLI):
     if isinstance(task, training.SummaryTask):
         words = [torch.randint(net.vocab_size, (n,)) for n in (9, 14)]
         return data.collate([(x, x[:5], i) for i, x in enumerate(words)])
+    if isinstance(task, training.CompletionTask):
+        return data.collate(
+            [(torch.randn(n, 3), torch.randn(20, 3), torch.tensor(1.0), i) for i, n in ((0, 9), (1, 9))]
+        )
+    if isinstance(task, training.PointClsTask):
+        return data.collate([(torch.randn(n, 3), i, i) for i, n in enumerate((9, 14))])
     if isinstance(task, training.PretrainTask):
         return torch.randn(2, net.in_chans, *[16] * net.dims), None, None
     if isinstance(task, training.ForecastTask):
@@ -181,6 +189,7 @@ DRAWN = {
     "ColouredDigits": DIGITS,
     "HandwrittenDigits": DIGITS,
     "Pathfinder": pathfinder.CLASSES,
+    "ShapeClasses": tuple(SHAPES),
 }
 
 
@@ -207,6 +216,10 @@ def agrees_with_its_data(cli: training.TaskCLI, config: str) -> None:
     elif isinstance(data, training.SummaryData):
         tokens = VOCABULARY if isinstance(data, training.MadeNotes) else tokens_of(data, config)
         assert net.vocab_size >= (tokens or 0)
+    elif isinstance(task, training.CompletionTask):
+        assert not isinstance(data, training.MadeShapes) or net.points == (1 - data.keep) * data.points
+    elif isinstance(task, training.PointClsTask):
+        assert (net.dims, net.in_chans, net.num_classes) == (3, 3, len(classes))
     elif classes is None and not root.exists():
         return
     elif isinstance(data, training.ImageFolders):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ndlightnet import training
 from ndlightnet.data.made.digits import make_moving_digits
+from ndlightnet.data.made.shapes import make_shapes
 from ndlightnet.data.series.regular_series import write_series
 from ndlightnet.training.core.data_module import DataModule
 from tests.training.forked import run_forked
@@ -57,6 +58,11 @@ KINDS = {
         training.SummaryTask,
         "models.Seq2Seq, {vocab_size: 256, embed_dim: 8, depth: 1, decoder_depth: 1, dropout: 0.2}",
         "SummaryData, {batch_size: 4, val: 0.2}",
+    ),
+    "clouds": (
+        training.CompletionTask,
+        "models.PointCompletion, {points: 8, queries: 4, embed_dim: 8, depth: 1, decoder_depth: 1}",
+        "PartialClouds, {batch_size: 4, validation: 0.2, points: 16}",
     ),
 }
 CONFIG = """
@@ -147,6 +153,8 @@ def write(kind: str, root: Path) -> Path:
             arrays[f"{split}_labels"] = rng.integers(0, 3, (count, 1))
         np.savez(root, **arrays)
         return root
+    if kind == "clouds":
+        return make_shapes(root, 25, 5, 20)
     if kind == "summaries":
         root.mkdir()
         texts = [{"document": f"text {number}" * (1 + number % 3), "summary": f"{number}"} for number in range(25)]

@@ -29,6 +29,7 @@ class Mixer(Initialized, ABC):
 
     ragged = False  # whether `mix` takes a pack at once; else once for the samples of each shape
     norms = False  # whether `mix` takes the `norm` that its input goes through first
+    order_free = False  # whether `mix` gives each token the same in any order of the tokens, but for `causal`
     mergeable = False  # whether `mix` takes rows that have some of a sample's tokens: boxes, slabs
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -44,6 +45,7 @@ class Mixer(Initialized, ABC):
         causal: bool = False,
         layout: Layout | None = None,
         context: Tensor | None = None,
+        source: Grid | None = None,
         norm: nn.Module | None = None,
         branch: Tensor | None = None,
     ) -> Any:
@@ -53,7 +55,8 @@ class Mixer(Initialized, ABC):
         causal: along the first axis: a token sees its frame (a step of that axis) and earlier
         frames; not with a context. layout: with a Ragged x is (length, dim) and mask (length,);
         with a Grid x may be (batch, length, dim). context: the source to read instead of x (batch,
-        *source grid, context dim), if a mixer has a cross form; samples of one shape only. norm: of a mixer
+        *source grid, context dim), if a mixer has a cross form; samples of one shape only. source: the layout of the
+        context; default: the grid that it has. norm: of a mixer
         with `norms`, and without a context: what x + branch, or x without a branch, goes through first; this sum and
         the result are returned.
         """
@@ -61,6 +64,7 @@ class Mixer(Initialized, ABC):
         check_not_wider(self, x=x)
         grid = layout or layout_of_tokens(x)
         tokens = grid.tokens(x)
+        self._check_order(grid, causal)
         if context is not None:
             check_floats(context=context)
             check_not_wider(self, context=context)
@@ -70,7 +74,8 @@ class Mixer(Initialized, ABC):
                 raise ValueError("norm with a context: expected one of them")
             if grid.packed or grid.shared:  # a context has a row for each sample
                 raise ValueError("layout with a context: expected whole samples of one shape, or no context")
-            source = Grid.of(context)
+            source = Grid.of(context) if source is None else source
+            self._check_order(source)
             flat, mask = source.tokens(context), source.flatten_mask(mask)
             y = self.mix_context(tokens, grid, flat, source, mask)
         else:
@@ -91,6 +96,15 @@ class Mixer(Initialized, ABC):
             y = mix(grid, tokens, mask) if at_once else grid.map_samples(mix, tokens, mask)
         return y.reshape(x.shape)
 
+    def _check_order(self, layout: Layout, causal: bool = False) -> None:
+        """Raise ValueError for points if the mixer would read them in the order that they happen to have."""
+        if not layout.ordered and (causal or not self.order_free):
+            what = "causal=True" if causal else f"{type(self).__name__} as it is set"
+            raise ValueError(
+                f"layout={layout}: {what} reads tokens in an order, and points have none; expected causal=False and a "
+                "mixer without one, such as {'LightNetAttention': {'local': None}} or 'SoftmaxAttention'"
+            )
+
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
 
         def __call__(
@@ -101,6 +115,7 @@ class Mixer(Initialized, ABC):
             causal: bool = False,
             layout: Layout | None = None,
             context: Tensor | None = None,
+            source: Grid | None = None,
         ) -> Tensor: ...
 
     @abstractmethod

@@ -57,6 +57,8 @@ class ABCAttention(StreamingMixer):
         self.control = nn.Linear(source, self.heads * slots, bias=False)
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
+    order_free = True
+
     def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
         if not causal:
             return self.mix_context(x, layout, x, layout, mask)

@@ -24,7 +24,8 @@ class CosformerAttention(LinearAttention):
         dim, heads, context_dim, impl: as in LinearAttention.
         reach: the offset at which c is 0, one for all axes or one per axis; coordinates are clamped to it. Default: the
             sizes of the sample without padding around it (the larger ones of both grids in the cross form); for the
-            first axis of the causal form, whose length is unknown before it ends, 4096.
+            first axis of the causal form, whose length is unknown before it ends, 4096. For points it is needed, and
+            coordinates are clamped to half of it on either side of 0.
 
     On several axes c is the mean over the axes. (Memory rows: 2 x axes per channel.) In the cross form source and
     target count from the same corner; their grids need as many axes.
@@ -47,10 +48,16 @@ class CosformerAttention(LinearAttention):
             per_axis("reach", reach, len(reach) if isinstance(reach, Sequence) else 1)
         self.reach = reach
 
+    @property
+    def order_free(self) -> bool:  # type: ignore[override]
+        return self.reach is not None
+
     def bounds(self, grid: Grid, source: Grid | None, mask: Tensor | None) -> tuple[Grid, Extent]:
         """Return the grid counted from its first real token to its last one, and its extent; a
         source is counted from the corner, as its queries are."""
         read = grid if source is None else source
+        if not grid.ordered:
+            return grid, (None,) * grid.ndim
         if mask is None:
             return grid, tuple(map(max, grid.shape, read.shape))
         real = read.unflatten(mask)
@@ -68,13 +75,17 @@ class CosformerAttention(LinearAttention):
         reaches: Sequence[int | Tensor] = [CAUSAL_REACH if end is None else end for end in extent]
         if self.reach is not None:
             reaches = per_axis("reach", self.reach, grid.ndim)
-        for axis, size in enumerate(grid.shape):
+        where = grid.token_coordinates(x.device)
+        for axis in range(grid.ndim):
             reach = column(reaches[axis])
-            at = torch.arange(size, dtype=accumulator(x), device=x.device)
-            at = at + column(grid.offset[axis] if grid.offset else 0)
-            angle = at.clamp(min=0).clamp(max=reach) * (math.pi / 2) / reach
+            if where is None:
+                at = torch.arange(grid.shape[axis], dtype=accumulator(x), device=x.device)
+                at = at + column(grid.offset[axis] if grid.offset else 0)
+            else:
+                at = where[..., axis].to(accumulator(x)) + reach / 2
+            angle = torch.atleast_2d(at.clamp(min=0).clamp(max=reach) * (math.pi / 2) / reach)
             # (batch or 1, length)
-            angles = grid.spread(torch.atleast_2d(angle).mT, axis).flatten(0, -2).mT
+            angles = grid.spread(angle.mT, axis).flatten(0, -2).mT if where is None else angle
             waves += [x * wave(angles)[..., None, None].to(x.dtype) for wave in (torch.cos, torch.sin)]
         return torch.cat(waves, -1)
 

@@ -17,6 +17,8 @@ class Identity(StreamingMixer):
     def __init__(self, dim: int) -> None:
         super().__init__()
 
+    order_free = True
+
     def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
         return x
 

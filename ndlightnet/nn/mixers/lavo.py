@@ -94,6 +94,10 @@ class LAVO(StreamingMixer):
         bases = [nn.init.orthogonal_(torch.empty(shape, device=device)) for _ in range(heads)]
         assign(self.basis, torch.stack(bases))
 
+    @property
+    def order_free(self) -> bool:  # type: ignore[override]
+        return self.window is None
+
     def windows(self, ndim: int) -> tuple[int, ...] | None:
         """Return the window on each axis of a grid; None without the local branch."""
         if self.window is None:

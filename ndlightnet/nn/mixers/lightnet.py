@@ -112,6 +112,10 @@ class LightNetAttention(Constants, LocalMixer):
         self.key_scale = key_scale
         self.reset_own()
 
+    @property
+    def order_free(self) -> bool:  # type: ignore[override]
+        return self.local_input is None and self.local_values is None
+
     def scale_weights(self) -> None:
         with torch.no_grad():
             self.k_proj.weight.mul_(self.key_scale)

@@ -42,6 +42,7 @@ class LinearAttention(StreamingMixer):
     # What a subclass sets: whether `add_position` does anything; phi; whether outputs are divided by
     # the sum of the weights, which have to be positive, or scaled per head to a mean square of 1.
     position_code, feature, denominator = False, "elu", True
+    order_free = True
 
     def __init__(
         self, dim: int, heads: int | None = None, *, context_dim: int | None = None, impl: Impl = "auto"

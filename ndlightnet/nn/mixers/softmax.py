@@ -24,7 +24,7 @@ class SoftmaxAttention(Mixer):
     Parameters: 4 dim^2 (+ dim / 2 learnt angles).
     """
 
-    ragged = True
+    ragged, order_free = True, True
 
     def __init__(
         self, dim: int, heads: int | None = None, *, context_dim: int | None = None, rotary: bool = True

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Ragged
+from ndlightnet.layout import Ragged, as_layout
 from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.limits import axes_reason
 from ndlightnet.ops.position import Position, columns, offset_of, shape_of, slab_offset
@@ -103,6 +103,8 @@ def _theta_gradient(dtheta: Tensor, theta: Tensor | None, needed: bool) -> Tenso
 def _head_limits(x: Tensor, v: Tensor | None = None, *_: Any, position: Position | None = None) -> str:
     most = max(y.shape[-1] for y in (x, v) if y is not None)
     wide = f"{most} channels a head: expected {MOST_CHANNELS} or fewer" if most > MOST_CHANNELS else ""
+    if position is not None and not as_layout(position.layout).ordered:
+        return "points at real coordinates: expected a grid"
     return axes_reason(len(position.shape) if position else 1) or wide
 
 

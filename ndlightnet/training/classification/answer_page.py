@@ -19,6 +19,7 @@ PICTURES = {
     "attribution.png": "What decided: covered, red cells take from the answer, blue ones add to it",
     "test_images.png": "Samples, from the worst answer to the best",
     "test_clips.png": "Samples",
+    "test_clouds.png": "Samples, truth and answer, from the worst answer to the best",
 }
 MEASURES = {
     "top1": "accuracy",

@@ -1,0 +1,94 @@
+"""Clouds of points: files of them, surfaces of masks, their normalisation, and a part of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nibabel
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.ndimage import binary_erosion
+from torch import Tensor
+
+from ndlightnet.data.errors import DataError, atomic_write, readable
+
+VOXELS = (".nii", ".nii.gz")
+ENDINGS = (".npy", ".ply", ".xyz", *VOXELS)
+LEAST = 8  # points of a cloud
+
+
+def read_cloud(path: Path) -> Tensor:
+    """Read the coordinates of points, (points, 3) float32: .ply, the vertices of a PLY file; .npy, an array of them,
+    (points, 3 or more); .xyz, a line of numbers for each; and, for a mask as NIfTI, .nii or .nii.gz, or an array with
+    three axes, the voxels other than 0 at its surface, those of a NIfTI in millimetres. DataError for other content,
+    for fewer than LEAST points or no extent, and for coordinates that are not finite."""
+    name = path.name.lower()
+    with readable(path):
+        array: Any
+        if name.endswith(".ply"):
+            from plyfile import PlyData
+
+            vertex = PlyData.read(path)["vertex"]
+            array = np.stack([vertex[axis] for axis in "xyz"], 1)
+        elif name.endswith(VOXELS):
+            image: Any = nibabel.load(path)
+            array = surface(np.asarray(image.dataobj).squeeze() != 0)
+            array = nibabel.affines.apply_affine(image.affine, array)
+        elif name.endswith(".npy"):
+            array = np.load(path, allow_pickle=False)
+            array = surface(array != 0) if array.ndim == 3 else array
+        else:
+            array = np.loadtxt(path, ndmin=2)
+    if array.ndim != 2 or array.shape[1] < 3 or array.dtype.kind not in "fiu":
+        raise DataError(f"{path}: has an array {array.shape} {array.dtype}, expected numbers (points, 3 or more)")
+    points = array[:, :3].astype(np.float32)
+    if not np.isfinite(points).all():
+        raise DataError(f"{path}: has coordinates that are not finite numbers")
+    if len(points) < LEAST or not np.ptp(points, 0).any():
+        raise DataError(f"{path}: has {len(points)} points, expected {LEAST} or more, not all at one place")
+    return torch.from_numpy(points)
+
+
+def surface(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the voxels of a mask with a face to a voxel that is none, or to the edge, (voxels, axes)."""
+    return np.argwhere(mask & ~binary_erosion(mask))
+
+
+def write_cloud(path: Path, points: Tensor) -> None:
+    """Write points (points, 3) as a binary PLY file."""
+    from plyfile import PlyData, PlyElement
+
+    vertex = np.array([*map(tuple, points.float().tolist())], [(axis, "f4") for axis in "xyz"])
+    with atomic_write(path) as draft:
+        PlyData([PlyElement.describe(vertex, "vertex")]).write(draft)
+
+
+class Placed(NamedTuple):
+    """A cloud about 0 within a radius of 1, and where it was: centre (3,), radius ()."""
+
+    points: Tensor
+    centre: Tensor
+    radius: Tensor
+
+
+def placed(points: Tensor) -> Placed:
+    """Move the mean of points (points, 3) to 0, and scale the farthest one to a distance of 1."""
+    centre = points.mean(0)
+    radius = (points - centre).norm(dim=1).max().clamp(min=1e-12)
+    return Placed((points - centre) / radius, centre, radius)
+
+
+def some_points(points: Tensor, count: int, rng: torch.Generator | None) -> Tensor:
+    """Return `count` of the points at random, of fewer all of them and some again."""
+    order = torch.randperm(len(points), generator=rng)
+    if len(points) < count:
+        order = torch.cat([order, torch.randint(len(points), (count - len(points),), generator=rng)])
+    return points[order[:count]]
+
+
+def half_space(points: Tensor, keep: float, rng: torch.Generator | None) -> Tensor:
+    """Return the fraction `keep` of the points, LEAST or more, that lie to one side of a plane of random direction."""
+    normal = torch.nn.functional.normalize(torch.randn(3, generator=rng), dim=0)
+    return points[(points @ normal).argsort()[: max(LEAST, round(keep * len(points)))]]

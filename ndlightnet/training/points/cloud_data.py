@@ -1,0 +1,209 @@
+"""Clouds of points, to complete or to classify, from files, from MedMNIST's masks, or made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.folders import class_folders, class_names, list_files
+from ndlightnet.data.image.image_sets import read_images
+from ndlightnet.data.made.shapes import make_shapes
+from ndlightnet.data.points.clouds import ENDINGS, half_space, placed, read_cloud, some_points, surface
+from ndlightnet.data.threads import in_threads
+from ndlightnet.layout import pack_points
+from ndlightnet.training.core.data_module import LabelledData, held_out
+from ndlightnet.training.core.options import check
+from ndlightnet.training.report.results import log_rank_zero
+
+
+def collate_clouds(items: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Pack the clouds of samples (cloud, ...), and stack what follows."""
+    return pack_points([item[0] for item in items]), *default_collate([item[1:] for item in items])
+
+
+class Clouds(Dataset[tuple[Any, ...]]):
+    """Clouds, and of each (points, label, number): `count` points at random of the cloud within a radius of 1, in
+    training stretched by 0.8 to 1.25 along each axis. With `keep` (part, cloud, share, number): the part of the cloud
+    within a radius of 1, the cloud in that frame, and the radius of the part / that of the cloud. Without training the
+    draws follow from the number."""
+
+    def __init__(
+        self, clouds: Sequence[tuple[Tensor, int]], count: int, keep: float | None, train: bool = False
+    ) -> None:
+        self.clouds, self.count, self.keep, self.train = clouds, count, keep, train
+
+    def __len__(self) -> int:
+        return len(self.clouds)
+
+    def __getitem__(self, number: int) -> tuple[Any, ...]:
+        rng = None if self.train else torch.Generator().manual_seed(number)
+        cloud, label = self.clouds[number]
+        if self.train:
+            cloud = cloud * torch.empty(3).uniform_(0.8, 1.25)
+        cloud = some_points(placed(cloud).points, self.count, rng)
+        if self.keep is None:
+            return cloud, label, number
+        part = placed(half_space(cloud, self.keep, rng))
+        return part.points, (cloud - part.centre) / part.radius, part.radius, number
+
+
+class PointData(LabelledData):
+    """Base of data of clouds: `train` and `test` below `root`, which are read at once; see
+    ndlightnet.data.points.clouds for the files. Or an .npz of MedMNIST with masks, of which the surfaces are taken.
+
+    Args:
+        root: the folder or file.
+        points: of a cloud, drawn anew for each visit in training; a smaller cloud has some of them again.
+        batch_size: clouds per batch, without padding.
+        validation: fraction of the training clouds that chooses the best checkpoint; 0: none. MedMNIST has some.
+        workers: processes that prepare batches.
+        input: for predict: a file, or a folder of files at any depth.
+
+    A training or a test ends at the first file that cannot be read; `predict` leaves it out with a line.
+    """
+
+    keep: float | None = None
+    collate = staticmethod(collate_clouds)
+
+    def __init__(
+        self,
+        root: str,
+        points: int = 1024,
+        batch_size: int = 32,
+        validation: float = 0.05,
+        workers: int = 0,
+        input: str | None = None,
+    ) -> None:
+        super().__init__(root, batch_size, workers, input)
+        check("data.points", points, points > 0, "1 or more")
+        check("data.validation", validation, 0 <= validation < 1, "a fraction below 1")
+        self.points, self.validation = points, validation
+        self.files: dict[str, list[str]] = {}  # of each split
+        self.clouds_to_predict: list[Tensor] = []
+        self.unreadable: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "predict":
+            return
+        if self.root.is_dir():
+            splits = {split: self._read(split) for split in ("train", "test")}
+        else:
+            splits = {split: _surfaces(self.root, split, images) for split, images in read_images(self.root).items()}
+        held = held_out(self.validation, len(splits["train"]))
+        kept = splits.get("val", [cloud for n, cloud in enumerate(splits["train"]) if n in held])
+        learnt = [cloud for n, cloud in enumerate(splits["train"]) if "val" in splits or n not in held]
+        if not learnt:
+            raise DataError(f"{self.root}: validation={self.validation} leaves no cloud to train on")
+        self.train_set = Clouds(learnt, self.points, self.keep, train=True)
+        self.val_set, self.test_set = (Clouds(part, self.points, self.keep) for part in (kept, splits["test"]))
+
+    def _read(self, split: str) -> list[tuple[Tensor, int]]:
+        notes: list[str] = []
+        files = self.find(split, notes)
+        log_rank_zero(notes)
+        self.files[split] = [file for file, _ in files]
+        return in_threads(lambda each: (read_cloud(Path(each[0])), each[1]), files, f"reading {split}", workers=1)
+
+    def find(self, split: str, notes: list[str]) -> list[tuple[str, int]]:
+        """Return the files of a split, each with its label."""
+        return [(file, 0) for file in list_files(self.root / split, ENDINGS, notes)]
+
+    def sample_name(self, number: int) -> str:
+        return self.files["test"][number] if self.files else str(number)
+
+    def predict_dataloader(self) -> Any:
+        path = Path(self.check_input("a file or a folder to predict", True))
+        clouds, names, notes = [], [], list[str]()
+        for file in list_files(path, ENDINGS, notes):
+            try:
+                clouds.append((read_cloud(Path(file)), 0))
+                names.append(file)
+            except DataError as error:
+                self.unreadable.append(str(error))
+        log_rank_zero(notes)
+        if not clouds:
+            raise DataError("; ".join(self.unreadable))
+        self.files["predict"], self.clouds_to_predict = names, [cloud for cloud, _ in clouds]
+        return self.still_loader(Clouds(clouds, self.points, None))
+
+
+def _surfaces(path: Path, split: str, images: Any) -> list[tuple[Tensor, int]]:
+    if images.images.ndim != 4:
+        raise DataError(f"{path}: {split} has {images.images.ndim - 1} axes, expected masks with three")
+    masks = zip(images.images.numpy() != 0, images.labels.tolist(), strict=True)
+    clouds = [(torch.from_numpy(surface(mask)).float(), label) for mask, label in masks]
+    empty = [number for number, (cloud, _) in enumerate(clouds) if not len(cloud)]
+    if empty:
+        raise DataError(f"{path}: {split} has masks without a voxel: numbers {empty[:3]}")
+    return clouds
+
+
+class PartialClouds(PointData):
+    """Clouds to complete: of each sample the points to one side of a random plane are seen.
+
+    keep: the fraction of the points that are.
+    """
+
+    def __init__(self, root: str, keep: float = 0.5, **kwargs: Any) -> None:
+        super().__init__(root, **kwargs)
+        check("data.keep", keep, 0 < keep <= 1, "a fraction above 0, at most 1")
+        self.keep = keep
+
+
+class CloudFolders(PointData):
+    """Clouds to classify: `train/CLASS/*` and `test/CLASS/*`.
+
+    classes: names of MedMNIST's classes, in order; those of folders are theirs.
+    """
+
+    def __init__(self, root: str, classes: tuple[str, ...] = (), **kwargs: Any) -> None:
+        super().__init__(root, **kwargs)
+        self.classes = tuple(classes)
+
+    def setup(self, stage: str) -> None:
+        if stage != "predict" and self.root.is_dir():
+            self.classes = class_names(self.root / "train")
+        super().setup(stage)
+        if stage != "predict":
+            most = max(label for _, label in [*self.train_set.clouds, *self.test_set.clouds])
+            self.classes = self.classes or tuple(map(str, range(most + 1)))
+            check("data.classes", self.classes, len(self.classes) > most, f"{most + 1} names or more")
+
+    def find(self, split: str, notes: list[str]) -> list[tuple[str, int]]:
+        folders = class_folders(self.root / split, self.classes, notes)
+        return [(file, label) for folder, label in folders for file in list_files(folder, ENDINGS, notes)]
+
+
+class MadeShapes(PartialClouds):
+    """Shapes to complete, which are made under `root` if they do not exist yet, see ndlightnet.data.made.shapes.
+
+    shapes: number of training and of test clouds.
+    """
+
+    def __init__(self, root: str, shapes: tuple[int, int] = (1000, 200), **kwargs: Any) -> None:
+        super().__init__(root, **kwargs)
+        self.shapes = shapes
+
+    def prepare_data(self) -> None:
+        if self.trainer is None or not self.trainer.predicting:
+            make_shapes(self.root, *self.shapes, self.points)
+
+
+class ShapeClasses(CloudFolders):
+    """Shapes to classify, made as those of MadeShapes.
+
+    shapes: number of training and of test clouds.
+    """
+
+    def __init__(self, root: str, shapes: tuple[int, int] = (1000, 200), **kwargs: Any) -> None:
+        super().__init__(root, **kwargs)
+        self.shapes = shapes
+
+    prepare_data = MadeShapes.prepare_data

@@ -1,0 +1,71 @@
+"""Classification of clouds of points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndlightnet.data.sampling import linspace_indices
+from ndlightnet.training.classification.answer_page import write_table
+from ndlightnet.training.classification.classification_task import ClassificationTask
+from ndlightnet.training.core.costs import training_costs
+from ndlightnet.training.points.cloud_figure import save_clouds
+
+ROWS, COLUMNS = 3, 5  # clouds in test_clouds.png
+
+
+class PointClsTask(ClassificationTask):
+    """Trains `net`, packed clouds -> `(batch, classes)` logits: an NDLightNet of 3 axes and channels with patches of 1,
+    no MD-TPE and a mixer without an order. `predict` writes predictions.csv.
+
+    Args: as in ClassificationTask.
+    """
+
+    saved = (*ClassificationTask.saved, "cost")
+    measures = "step"
+    samples = "clouds"
+
+    def setup(self, stage: str) -> None:
+        self.expect(in_chans=3)
+        if stage != "predict":  # classes come with the checkpoint
+            self.expect(num_classes=len(self.data().classes))
+
+    def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
+        return training_costs(self.net, self.cost)
+
+    def sample(self, number: int) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a cloud has no cells that a picture of attributions could show")
+
+    def save_attributions(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
+        """Write nothing: there is no grid of cells to draw."""
+
+    def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
+        data, names = self.data(), self.figure_names(self.data().classes)
+        order = probabilities.gather(1, labels[:, None])[:, 0].argsort().tolist()
+        shown = [order[place] for place in linspace_indices(min(ROWS * COLUMNS, len(order)), len(order))]
+        panels = [
+            (f"{names[labels[row]]}: {names[int(probabilities[row].argmax())]}", data.test_set[numbers[row]][0])
+            for row in shown
+        ]
+        lines = [panels[first : first + COLUMNS] for first in range(0, len(panels), COLUMNS)]
+        save_clouds(self.out() / "test_clouds.png", lines)
+
+    def on_predict_start(self) -> None:
+        self.predicted: dict[int, list[float]] = {}
+
+    def predict_step(self, batch: tuple[Any, ...], _: int) -> None:
+        clouds, _labels, numbers = batch
+        self.predicted |= dict(zip(numbers.tolist(), self.probabilities(clouds).tolist(), strict=True))
+
+    def on_predict_end(self) -> None:
+        """Write predictions.csv, a line for each cloud: its file, class and probabilities."""
+        data, file = self.data(), self.out() / "predictions.csv"
+        self.failures += data.unreadable
+        self.gather_lines()
+        predicted = self.gathered(self.predicted)
+        if self.trainer.is_global_zero:
+            names = [data.files["predict"][number] for number in predicted]
+            write_table(file, names, torch.tensor([*predicted.values()]), None, data.classes)
+        self.summary = f"{len(predicted)} predictions are in {file}"

@@ -1,0 +1,162 @@
+"""Completion and classification of clouds: measures, samples, fit, test and predict, bad files."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.made.shapes import SHAPES, make_shapes
+from ndlightnet.data.points.clouds import placed, read_cloud, surface
+from ndlightnet.training.points.cloud_data import CloudFolders, PartialClouds, PointData
+from ndlightnet.training.points.completion_task import NEAR, CompletionTask, chamfer, completion_scores
+from ndlightnet.training.points.point_cls_task import PointClsTask
+from tests.training.conftest import fit_and_test, last, launcher, set_up
+
+CONFIG = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 2, log_every_n_steps: 1, enable_progress_bar: false}
+model:
+  lr: 1.0e-2
+  net:
+"""
+COMPLETION = f"""{CONFIG}
+    class_path: ndlightnet.models.PointCompletion
+    init_args: {{points: 16, queries: 8, embed_dim: 16, depth: 1, decoder_depth: 1}}
+data:
+  class_path: ndlightnet.training.PartialClouds
+  init_args: {{root: nowhere, batch_size: 4, points: 32}}
+"""
+CLASSES = f"""{CONFIG}
+    class_path: ndlightnet.NDLightNet
+    init_args: {{dims: 3, in_chans: 3, num_classes: 5, patch_size: 1, embed_dim: 16, depth: 1, tpe: false,
+                 mixer: SoftmaxAttention}}
+data:
+  class_path: ndlightnet.training.CloudFolders
+  init_args: {{root: nowhere, batch_size: 4, points: 32}}
+"""
+complete = launcher(CompletionTask, PartialClouds, COMPLETION)
+sort = launcher(PointClsTask, CloudFolders, CLASSES)
+
+
+@pytest.fixture
+def shapes(tmp_path):
+    return make_shapes(tmp_path / "shapes", 20, 6, 40)
+
+
+# ------------------------------------------------------------------------------------ measures
+def test_measures_are_those_of_pairs_of_points():
+    answer, truth, unit = torch.randn(2, 7, 3), torch.randn(2, 5, 3), torch.tensor([0.1, 0.02])
+    answer[:, :3] = truth[:, 1:4] + 0.1
+    scores = completion_scores(answer, truth, unit)
+    for row in range(2):
+        pairs = np.array([[float((a - b).norm() * unit[row]) for b in truth[row]] for a in answer[row]])
+        there, back = pairs.min(1), pairs.min(0)
+        precision, recall = (there < NEAR).mean(), (back < NEAR).mean()
+        f_score = 2 * precision * recall / (precision + recall) if precision + recall else 0
+        expected = (there.mean() + back.mean()) / 2, (there**2).mean() + (back**2).mean(), f_score
+        assert [float(scores[name][row]) for name in ("chamfer_l1", "chamfer_l2", "f_score")] == pytest.approx(expected)
+    assert 0 < scores["f_score"][0] < 1  # or it said nothing
+    torch.testing.assert_close(chamfer(answer, truth) * unit, scores["chamfer_l1"])
+
+
+def test_near_points_of_far_clouds_are_told_apart():
+    """Distances from products of float32 would be off by 0.03 at 100."""
+    a = 100 + torch.rand(1, 50, 3)
+    assert float(chamfer(a, a + 1e-3)[0]) == pytest.approx(3**0.5 * 1e-3, rel=0.02)
+
+
+# ------------------------------------------------------------------------------------- samples
+def test_a_sample_is_a_part_in_its_own_frame(shapes):
+    data = PartialClouds(str(shapes), points=30, keep=0.4, validation=0.25)
+    set_up(CompletionTask(torch.nn.Linear(1, 1)), data)
+    assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (15, 5, 6)
+    part, cloud, share, number = data.test_set[3]
+    assert (part.shape, cloud.shape, number) == ((12, 3), (30, 3), 3)
+    assert part.mean(0).abs().max() < 1e-5 and part.norm(dim=1).max() == pytest.approx(1, abs=1e-5)
+    whole = placed(data.test_set.clouds[3][0]).points
+    sides = [torch.cdist(x, x).flatten() for x in (share * cloud, whole)]  # no frame changes them
+    assert (sides[0][:, None] - sides[1]).abs().amin(1).max() < 1e-3
+    assert torch.cdist(part, cloud).amin(1).max() < 1e-3  # the part is one of it
+    again = data.test_set[3]
+    assert torch.equal(again[0], part) and not torch.equal(data.train_set[3][0], data.train_set[3][0])
+
+
+def test_masks_of_medmnist(tmp_path):
+    rng, arrays, path = np.random.default_rng(0), {}, tmp_path / "masks.npz"
+    for split, count in (("train", 5), ("val", 2), ("test", 3)):
+        arrays[f"{split}_images"] = (rng.random((count, 8, 8, 8)) < 0.7).astype(np.uint8)
+        arrays[f"{split}_labels"] = np.arange(count)[:, None] % 2
+    np.savez(path, **arrays)
+    data = CloudFolders(str(path), points=500)
+    data.setup("fit")
+    assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (5, 2, 3) and data.classes == ("0", "1")
+    cloud, label = data.test_set.clouds[1]
+    assert label == 1 and np.array_equal(cloud.numpy(), surface(arrays["test_images"][1] != 0))
+    with pytest.raises(Exception, match=r"data.classes: \('one',\), expected 2 names or more"):
+        CloudFolders(str(path), classes=("one",)).setup("fit")
+    arrays["test_images"][2] = 0
+    np.savez(path, **arrays)
+    with pytest.raises(DataError, match=r"test has masks without a voxel: numbers \[2\]"):
+        PointData(str(path)).setup("fit")
+
+
+# ------------------------------------------------------------------------- fit, test, predict
+def test_a_completion(complete, shapes, tmp_path):
+    out = tmp_path / "run"
+    done = fit_and_test(complete, root=shapes, out=out)
+    results, rows = json.loads((out / "metrics.json").read_text()), [*csv.DictReader((out / "test.csv").open())]
+    assert results["clouds"] == len(rows) == 6 and {*results["input"]} == {"chamfer_l1", "chamfer_l2", "f_score"}
+    for name in results["input"]:
+        assert np.mean([float(row[name]) for row in rows]) == pytest.approx(results[name], abs=1e-5)
+    assert {Path(row["file"]).parts[-3] for row in rows} == {"test"}
+    assert f"Chamfer distance {results['chamfer_l1']:.4f}" in done.out
+    assert (
+        Image.open(out / "test_clouds.png").size[1] > Image.open(out / "test_clouds.png").size[0]
+    )  # six rows of three
+    points, inputs = 100 + 7 * np.random.default_rng(0).random((50, 3)), tmp_path / "inputs"
+    inputs.mkdir()
+    np.savetxt(inputs / "mine.xyz", points)
+    (inputs / "broken.ply").write_bytes(b"none")
+    done = complete("predict", root=shapes, out=out, input=inputs, ckpt=last(out))
+    assert done.status == 1 and len(done.errors) == 1 and "broken.ply" in done.errors[0]
+    answer = read_cloud(out / "predictions" / "mine.ply").double()
+    assert len(answer) == 32 + 16  # what was read, thinned to data.points, and what the network adds
+    assert torch.cdist(answer[:32], torch.from_numpy(points)).amin(1).max() < 1e-3  # in its old place
+    assert (out / "predictions" / "mine.png").is_file()
+
+
+def test_a_classification(sort, shapes, tmp_path):
+    out = tmp_path / "run"
+    fit_and_test(sort, root=shapes, out=out)
+    assert json.loads((out / "metrics.json").read_text())["clouds"] == 6
+    assert "test_clouds.png" in (out / "index.html").read_text() and (out / "test_clouds.png").is_file()
+    sort("predict", root=shapes, out=out, input=shapes / "test" / "box", ckpt=last(out)).well()
+    rows = [*csv.DictReader((out / "predictions.csv").open())]
+    assert len(rows) == 2 and sum(float(rows[0][name]) for name in SHAPES) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("command", ["complete", "sort"])
+def test_a_training_ends_at_a_bad_file(request, command, shapes, tmp_path):
+    bad = shapes / "train" / "box" / "00000.npy"
+    bad.write_bytes(b"none")
+    done = request.getfixturevalue(command)("fit", root=shapes, out=tmp_path / "run")
+    assert done.status == 1 and len(done.errors) == 1 and str(bad) in done.errors[0] and "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"keep": 0}, "data.keep"),
+        ({"points": 0}, "data.points"),
+        ({"validation": 1}, "data.validation"),
+        ({"validation": 0.99}, "leaves no cloud to train on"),
+    ],
+)
+def test_bad_options_are_named(complete, shapes, tmp_path, options, message):
+    done = complete("fit", root=shapes, out=tmp_path / "run", data=options)
+    assert done.status and message in done.err and "Traceback" not in done.err
