@@ -36,6 +36,7 @@ class Forecaster(Pretrained):
         in_chans: columns of the series.
         label_length: input steps that the decoder starts from. If these are all, encoder and decoder count from the
             same step, which matters to mixers with a position code.
+        covariates: number of features of a step that are known beforehand, behind those of its time.
         quantiles: what is forecast of each value: fractions in order, 0.5, the median, among them; None: one number.
         period: steps after which the series roughly repeats. The mean is over all whole periods that end with the last
             input step.
@@ -53,6 +54,7 @@ class Forecaster(Pretrained):
         in_chans: int = 7,
         label_length: int = 336,
         *,
+        covariates: int = 0,
         quantiles: Sequence[float] | None = None,
         period: int = 1,
         embed_dim: int = 128,
@@ -70,6 +72,8 @@ class Forecaster(Pretrained):
         levels = [0.0, *([0.5] if quantiles is None else quantiles), 1.0]
         if 0.5 not in levels or not all(low < high for low, high in pairwise(levels)):
             raise ValueError(f"quantiles={quantiles}: expected fractions above 0 and below 1 in order, 0.5 among them")
+        if covariates < 0:
+            raise ValueError(f"covariates={covariates}: expected 0 or more")
         if period < 1:
             raise ValueError(f"period={period}: expected 1 or more")
         if embed_dim < 2 or embed_dim % 2:
@@ -83,11 +87,11 @@ class Forecaster(Pretrained):
         crosses = layer_factories("mixer", mixer, layers, dims=None)[depth:]
         if cross is not None:
             crosses = layer_factories("cross", cross, decoder_depth, dims=None, first=depth)
-        self.in_chans, self.label_length, self.period = in_chans, label_length, period
+        self.in_chans, self.label_length, self.period, self.covariates = in_chans, label_length, period, covariates
         self.quantiles = None if quantiles is None else tuple(quantiles)
         self.embed_dim = embed_dim
         self.embed = nn.Linear(in_chans, embed_dim)
-        self.embed_time = nn.Linear(TIME_FEATURES, embed_dim, bias=False)
+        self.embed_time = nn.Linear(TIME_FEATURES + covariates, embed_dim, bias=False)
         self.drop = nn.Dropout(drop_rate)
         self.encoder = nn.ModuleList(Block(embed_dim, factory) for factory in encoders)
         self.encoder_norm = nn.LayerNorm(embed_dim, eps=1e-6)
@@ -103,8 +107,8 @@ class Forecaster(Pretrained):
         return "time-series-forecasting"
 
     def forward(self, values: Tensor, times: Tensor) -> Tensor:
-        """Map values (batch, input_length, in_chans) and times (batch, input_length + horizon, 4) to the forecast,
-        (batch, horizon, in_chans), or with quantiles (batch, horizon, in_chans, quantiles), in order."""
+        """Map values (batch, input_length, in_chans) and times (batch, input_length + horizon, 4 + covariates) to the
+        forecast, (batch, horizon, in_chans), or with quantiles (batch, horizon, in_chans, quantiles), in order."""
         refuse_shards("Forecaster")
         check_floats(values=values, times=times)
         check_not_wider(self, values=values, times=times)

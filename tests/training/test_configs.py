@@ -119,6 +119,8 @@ def batch_for(cli: training.TaskCLI):
         return torch.randn(2, net.in_chans, *[16] * net.dims), None, None
     if isinstance(task, training.ForecastTask):
         columns = net.in_chans
+        data.columns = (*map(str, range(columns - 1)), "OT")  # as after `setup`
+        data.targets = tuple(data.chosen_targets or data.columns)
         values = torch.randn(2, data.input_length, columns)
         return values, torch.rand(2, data.input_length + 40, 4), torch.randn(2, 40, columns), labels
     if isinstance(task, training.SignalTask):

@@ -38,12 +38,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Series:
-    """A regular series: values (rows, columns) float64 at `dates`."""
+    """A regular series: values (rows, columns) float64 at `dates`; known (rows or more, known columns) float64."""
 
     columns: tuple[str, ...]
     dates: pd.DatetimeIndex
     step: Step
     values: Tensor
+    known: Tensor
 
     def dates_from(self, first: int, rows: int) -> pd.DatetimeIndex:
         """Return the dates of `rows` rows from number `first` on, which may lie after the series."""
@@ -51,9 +52,14 @@ class Series:
 
 
 def read_series(
-    path: str | Path, columns: Sequence[str] | None = None, fill_gaps: bool = False, step: str = ""
+    path: str | Path,
+    columns: Sequence[str] | None = None,
+    fill_gaps: bool = False,
+    step: str = "",
+    known: Sequence[str] = (),
 ) -> Series:
-    """Read all columns of a file, or `columns` in that order. fill_gaps: rows that are missing are put on a line
+    """Read all columns of a file, or `columns` in that order. known: columns apart from these; the last rows may have
+    values of them only, and empty cells else. fill_gaps: rows that are missing are put on a line
     between their neighbours; else they are an error. step: pandas' name of the one that is preferred where dates fit
     several, as those of a week of working days do. Dates with a time zone are read in UTC. DataError says what
     is wrong."""
@@ -72,26 +78,36 @@ def read_series(
         raise DataError(f"{path}: has semicolons between its columns, expected commas")
     if header[:1] != ["date"] or len(header) < 2 or len(rows) < 2:
         raise DataError(f"{path}: expected a header date,NAME,... and two rows or more below it")
-    names = tuple(columns or header[1:])
     check_unique(path, header)
-    check_unique(f"columns={[*names]}", names)
-    if missing := [name for name in names if name not in header[1:]]:
+    names = tuple(columns or [name for name in header[1:] if name not in known])
+    check_unique(f"columns={[*names, *known]}", [*names, *known])
+    if missing := [name for name in (*names, *known) if name not in header[1:]]:
         raise DataError(f"{path}: has no column {', '.join(missing)}, but {', '.join(header[1:])}")
-    places = [header.index(name) for name in names]
+    if not names:
+        raise DataError(f"{path}: known={[*known]} are all its columns, expected others to forecast")
+    places, more = ([header.index(name) for name in some] for some in (names, known))
+    later = len(rows)  # number of the first row of known columns only
+    while more and later and len(rows[later - 1]) == len(header) and not any(rows[later - 1][n] for n in places):
+        later -= 1
     values = []
     for line, row in enumerate(rows, 2):
         try:
             if len(row) != len(header):
                 raise ValueError
-            values.append([float(row[place]) for place in places])
+            read = more if line - 2 >= later else [*more, *places]
+            values.append([float(row[place]) for place in read])
         except ValueError:
             expected = f"expected a date and {len(header) - 1} numbers, got {','.join(row)[:80]!r}"
             raise DataError(f"{path}: line {line}: {expected}") from None
         if not all(map(math.isfinite, values[-1])):
             raise DataError(f"{path}: line {line}: a number that is not finite")
+    if not later:
+        raise DataError(f"{path}: has no row with values of {', '.join(names)}")
     dates, every, chosen = _regular(path, [row[0] for row in rows], fill_gaps, step)
     table = pd.DataFrame(values, index=dates).reindex(every).interpolate("time")
-    return Series(names, every, chosen, torch.tensor(table.to_numpy(), dtype=torch.float64))
+    numbers = torch.tensor(table.to_numpy(), dtype=torch.float64)
+    complete = int((every <= dates[later - 1]).sum())
+    return Series(names, every[:complete], chosen, numbers[:complete, len(more) :], numbers[:, : len(more)])
 
 
 def _regular(
@@ -196,10 +212,10 @@ def scale_of(values: Tensor) -> tuple[Tensor, Tensor]:
 
 class Windows(torch.utils.data.Dataset[tuple[Tensor, Tensor, Tensor, int]]):
     """Windows of a series: item i is (values (input_length, columns), times (input_length +
-    horizon, 4), target (horizon, columns), i).
+    horizon, 4 or more), target (horizon, columns), i).
 
     These are all windows whose target lies in the rows [first, last); their input may begin before
-    `first`. `values` (rows, columns) and `times` (rows, 4) are those of the whole series.
+    `first`. `values` (rows, columns) and `times` (rows, 4 or more) are those of the whole series.
     """
 
     def __init__(self, values: Tensor, times: Tensor, first: int, last: int, input_length: int, horizon: int) -> None:

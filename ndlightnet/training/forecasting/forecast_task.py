@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 
 from ndlightnet.data.errors import DataError, atomic_write, file_name
 from ndlightnet.data.series.regular_series import mean_errors, simple_forecasts, window_errors, write_series
+from ndlightnet.models.forecaster import TIME_FEATURES
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.forecasting.forecast_figure import Panel, save_forecasts
@@ -30,11 +31,11 @@ def quantile_loss(forecast: Tensor, target: Tensor, quantiles: Sequence[float]) 
 
 
 class ForecastTask(Task):
-    """Trains `net`, values `(batch, input_length, columns)` and times `(batch, input_length +
-    horizon, 4)` -> `(batch, horizon, columns)`, on the mean square error of scaled values; one with `quantiles`, whose
-    result has them last, on the quantile loss. Then errors are those of the median, by whose square the best checkpoint
-    is chosen, too; `test` gives the quantile loss and, of several, the coverage, the fraction of values between the
-    outermost quantiles; `predict` writes a column `NAME 0.1` of each quantile and column.
+    """Trains `net`, values `(batch, input_length, columns)` and times `(batch, input_length + horizon, 4 + known)` ->
+    `(batch, horizon, columns)`, on the mean square error of the scaled targets; one with `quantiles`, whose result has
+    them last, on the quantile loss. Then errors are those of the median, by whose square the best checkpoint is chosen,
+    too; `test` gives the quantile loss and, of several, the coverage, the fraction of values between the outermost
+    quantiles; `predict` writes a column `NAME 0.1` of each quantile and column.
 
     Args:
         all: as in Task.
@@ -51,17 +52,18 @@ class ForecastTask(Task):
             if least > data.input_length:
                 raise DataError(f"input_length={data.input_length}: shorter than the network's {name}={least}")
         if stage != "predict":
-            self.expect(in_chans=len(data.columns))
+            self.expect(in_chans=len(data.columns), covariates=len(data.known))
 
     def example_inputs(self) -> tuple[Tensor, ...]:
         data = self.data()
         steps = data.input_length + data.horizon
         values = torch.zeros(data.batch_size, data.input_length, len(data.columns))
-        return values.to(self.device), torch.zeros(data.batch_size, steps, 4, device=self.device)
+        times = torch.zeros(data.batch_size, steps, TIME_FEATURES + len(data.known))
+        return values.to(self.device), times.to(self.device)
 
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
         values, times, target, _index = batch
-        forecast = self(values, times).float()
+        forecast, target = self._targets(self(values, times).float()), target[..., self.data().target_places]
         quantiles = self._quantiles()
         loss = quantile_loss(forecast, target, quantiles).mean() if quantiles else mse_loss(forecast, target)
         self.log("loss", loss, prog_bar=True)
@@ -69,7 +71,8 @@ class ForecastTask(Task):
 
     def validation_step(self, batch: tuple[Any, ...], _: int) -> None:
         values, times, target, _index = batch
-        mse = window_errors(self._median(self.net(values, times)), target)[:, 0].mean()
+        target = target[..., self.data().target_places]
+        mse = window_errors(self._median(self._targets(self.net(values, times))), target)[:, 0].mean()
         self.log("val_mse", mse, prog_bar=True, batch_size=len(target), sync_dist=True)
         self.log("val_score", -mse, batch_size=len(target), sync_dist=True)
 
@@ -83,7 +86,8 @@ class ForecastTask(Task):
 
     def test_step(self, batch: tuple[Any, ...], _: int) -> None:
         values, times, target, index = batch
-        data, output, quantiles = self.data(), self.net(values, times), self._quantiles()
+        data, output, quantiles = self.data(), self._targets(self.net(values, times)), self._quantiles()
+        values, target = (x[..., data.target_places] for x in (values, target))
         if quantiles:
             within = (output[..., 0] <= target) & (target <= output[..., -1])
             losses = quantile_loss(output, target, quantiles).flatten(1).double().mean(1)
@@ -95,7 +99,7 @@ class ForecastTask(Task):
             self.tested[number] = {name: pair[row] for name, pair in errors.items()}
             if number in self.shown:
                 dates = data.series.dates_from(data.test_set.starts[number], data.test_set.length)
-                title = f"{data.columns[-1]}, window {number + 1} of {len(data.test_set)}"
+                title = f"{data.targets[-1]}, window {number + 1} of {len(data.test_set)}"
                 inputs, forecast, truth = (data.unscaled(x[row])[:, -1] for x in (values, forecasts["net"], target))
                 band = self._unscaled(output[row])[:, -1, [0, -1]] if quantiles else None
                 self.panels[number] = Panel(title, dates, inputs, forecast, truth, band)
@@ -113,6 +117,8 @@ class ForecastTask(Task):
             **errors,
             "windows": len(tested),
             "columns": list(data.columns),
+            "targets": list(data.targets),
+            "known": list(data.known),
             "input_length": data.input_length,
             "horizon": data.horizon,
             **training_costs(self.net, self.cost),
@@ -131,13 +137,13 @@ class ForecastTask(Task):
 
     def predict_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
         data, (values, times) = self.data(), batch
-        output = self.net(values, times)[0]
-        inputs, forecast = data.unscaled(values[0]), data.unscaled(self._median(output))
+        output = self._targets(self.net(values, times))[0]
+        inputs, forecast = data.unscaled(values[0, :, data.target_places]), data.unscaled(self._median(output))
         dates = data.series.dates_from(data.first, data.input_length + data.horizon)
         name = re.sub(r"(?i)(\.csv)?(\.gz)?$", "", Path(data.input).name, count=1)
         file = self.out() / "predictions" / f"{file_name(name)}.csv"
         with atomic_write(file) as draft:
-            columns, later, band = data.columns, forecast, None
+            columns, later, band = data.targets, forecast, None
             if quantiles := self._quantiles():
                 columns = [f"{column} {level}" for column in columns for level in quantiles]
                 band = self._unscaled(output)
@@ -145,7 +151,7 @@ class ForecastTask(Task):
             write_series(draft, columns, dates[len(inputs) :], later)
         panels = [
             Panel(column, dates, inputs[:, i], forecast[:, i], None, None if band is None else band[:, i, [0, -1]])
-            for i, column in enumerate(data.columns)
+            for i, column in enumerate(data.targets)
         ]
         save_forecasts(file.with_suffix(".png"), panels)
         self.summary = f"the {data.horizon} rows after {data.input} are in {file}"
@@ -153,6 +159,11 @@ class ForecastTask(Task):
     def _quantiles(self) -> tuple[float, ...] | None:
         quantiles: tuple[float, ...] | None = getattr(self.net, "quantiles", None)
         return quantiles
+
+    def _targets(self, output: Tensor) -> Tensor:
+        """Return what the network gives of the targets, (..., targets), with quantiles (..., targets, quantiles)."""
+        places = self.data().target_places
+        return output[..., places, :] if self._quantiles() else output[..., places]
 
     def _median(self, output: Tensor) -> Tensor:
         """Return the forecast (..., columns) of what the network gives, the median of its quantiles."""

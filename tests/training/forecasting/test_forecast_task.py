@@ -289,9 +289,93 @@ def test_what_predict_needs(folder, tmp_path):
         ("daily.csv", ("A", "OT"), f"{tmp_path}/daily.csv: in steps of D, expected h, as in training"),
     ):
         data = series_data(folder, input=name and str(tmp_path / name))
-        data.set_names({"columns": columns, "step": ["h"]})
+        data.set_names({"columns": columns, "targets": columns, "known": [], "step": ["h"]})
         with pytest.raises(DataError, match=f"^{text}"):
             data.predict_dataloader()
+
+
+def write_promotions(path: Path, rows: int, later: int = 0, seed: int = 0) -> torch.Tensor:
+    """Sales that follow a promotion of the same row, which is known beforehand, and nothing else but noise; the last
+    rows have the promotion only. Return the promotions (rows + later,)."""
+    rng = np.random.default_rng(seed)
+    promotion = rng.integers(0, 2, rows + later)
+    sales, stock = 100 + 50 * promotion + rng.normal(size=rows + later), rng.normal(size=rows + later)
+    lines = ["date,stock,promotion,sales"]
+    for row, date in enumerate(dates(rows + later)):
+        values = ("", promotion[row], "") if row >= rows else (f"{stock[row]:.6f}", promotion[row], f"{sales[row]:.6f}")
+        lines.append(",".join(map(str, (date, *values))))
+    path.write_text("\n".join(lines) + "\n")
+    return torch.from_numpy(promotion)
+
+
+def test_rows_with_known_columns_only(tmp_path, close):
+    path = tmp_path / "a.csv"
+    promotion = write_promotions(path, 60, 5)
+    series = read_series(path, known=["promotion"])
+    assert series.columns == ("stock", "sales") and series.values.shape == (60, 2) and len(series.dates) == 60
+    assert torch.equal(series.known[:, 0], promotion.double())
+    close(series.values[:, 1] - 50 * series.known[:60, 0], torch.full((60,), 100.0).double(), 0.05)
+    text = path.read_text().splitlines()
+    for change, message in (
+        ({61: text[61].replace(",,", ",3,")}, "line 62: expected a date and 3 numbers"),  # in the middle of later rows
+        ({62: text[62] + "3"}, "line 62: expected a date and 3 numbers"),  # nor may these end
+        ({64: text[64][:-2] + "x,"}, "line 65"),
+    ):
+        (tmp_path / "b.csv").write_text("\n".join(change.get(n, line) for n, line in enumerate(text)) + "\n")
+        with pytest.raises(DataError, match=message):
+            read_series(tmp_path / "b.csv", known=["promotion"])
+    with pytest.raises(DataError, match="line 62: expected a date and 3 numbers"):
+        read_series(path, ["stock", "promotion", "sales"])
+    with pytest.raises(DataError, match=r"columns=\['sales', 'sales'\]: has the column sales twice"):
+        read_series(path, ["sales"], known=["sales"])
+    with pytest.raises(DataError, match="are all its columns, expected others to forecast"):
+        read_series(path, known=["stock", "promotion", "sales"])
+
+
+@pytest.mark.slow
+def test_a_target_that_follows_from_a_known_column(foresee, tmp_path):
+    """Without the promotion nobody could forecast sales; and a prediction has columns of the targets only."""
+    write_promotions(tmp_path / "hours.csv", 720)
+    data = {"known": ["promotion"], "targets": ["sales"], "input_length": 24, "horizon": 12}
+    options = {"root": tmp_path, "out": tmp_path / "out", "data": data, "net": {"covariates": 1, "label_length": 12}}
+    fit_and_test(foresee, **options, trainer={"max_epochs": 20})
+    results = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert results["targets"] == ["sales"] and results["columns"] == ["stock", "sales"]
+    assert results["mse"] < 0.1 and results["mean_season"]["mse"] > 0.9
+    promotion = write_promotions(tmp_path / "now.csv", 40, 12, seed=1)
+    places = {"root": "/gone", "out": tmp_path / "out", "input": tmp_path / "now.csv", "ckpt": last(tmp_path / "out")}
+    foresee("predict", **places, data={"input_length": 24, "horizon": 12}, net=options["net"]).well()
+    predicted = read_series(tmp_path / "out" / "predictions" / "now.csv")
+    assert predicted.columns == ("sales",)
+    assert (predicted.values[:, 0] - 100 - 50 * promotion[40:]).abs().max() < 20
+    write_promotions(tmp_path / "now.csv", 40, 11)
+    done = foresee("predict", **places, data={"input_length": 24, "horizon": 12}, net=options["net"])
+    assert "11 rows of promotion after the last values, expected horizon=12" in done.errors[0]
+    done = foresee("fit", root=tmp_path, out=tmp_path / "no", data=data, net={"label_length": 12})
+    assert "expected a network with covariates=1, got 0" in done.errors[0]
+    done = foresee(
+        "fit", root=tmp_path, out=tmp_path / "no", data=data | {"targets": ["promotion"]}, net=options["net"]
+    )
+    assert "data.targets: ['promotion'], expected some of stock, sales, each once" in done.errors[0]
+
+
+@pytest.mark.slow
+def test_quantiles_of_a_target(foresee, folder, tmp_path):
+    """As those of the same network's column, when all are forecast."""
+    options = {"root": folder, "net": {"quantiles": [0.1, 0.5, 0.9]}, "trainer": {"max_epochs": 2}}
+    out = tmp_path / "out"
+    foresee("fit", out=out, **options).well()
+    places = {"input": folder / "hours.csv", "ckpt": last(out), "out": out}
+    foresee("predict", **places, **options).well()
+    both = read_series(out / "predictions" / "hours.csv")
+    saved = torch.load(last(out), weights_only=True)
+    (name,) = (key for key, value in saved.items() if isinstance(value, dict) and "targets" in value)
+    saved[name]["targets"] = ["OT"]
+    torch.save(saved, last(out))
+    foresee("predict", **places, **options).well()
+    one = read_series(out / "predictions" / "hours.csv")
+    assert one.columns == ("OT 0.1", "OT 0.5", "OT 0.9") == both.columns[3:]
+    assert torch.equal(one.values, both.values[:, 3:])
 
 
 FILES = {  # of data sets that are not here: first date, step, rows, form of dates, windows of 720 rows to test
