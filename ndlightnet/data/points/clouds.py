@@ -34,7 +34,11 @@ def read_cloud(path: Path) -> Tensor:
             array = np.stack([vertex[axis] for axis in "xyz"], 1)
         elif name.endswith(VOXELS):
             image: Any = nibabel.load(path)
-            array = surface(np.asarray(image.dataobj).squeeze() != 0)
+            mask = np.asarray(image.dataobj)
+            mask = mask.reshape(mask.shape[:3]) if mask.ndim > 3 and mask.size == np.prod(mask.shape[:3]) else mask
+            if mask.ndim != 3:
+                raise DataError(f"{path}: has the shape {mask.shape}, expected a mask with three axes")
+            array = surface(mask != 0)
             array = nibabel.affines.apply_affine(image.affine, array)
         elif name.endswith(".npy"):
             array = np.load(path, allow_pickle=False)

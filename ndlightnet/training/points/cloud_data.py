@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -85,24 +86,31 @@ class PointData(LabelledData):
         check("data.validation", validation, 0 <= validation < 1, "a fraction below 1")
         self.points, self.validation = points, validation
         self.files: dict[str, list[str]] = {}  # of each split
+        self.trained = False  # whether a checkpoint was loaded
         self.clouds_to_predict: list[Tensor] = []
+        self.names_to_predict: list[str] = []
         self.unreadable: list[str] = []
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "predict":
             return
-        if self.root.is_dir():
-            splits = {split: self._read(split) for split in ("train", "test")}
-        else:
-            splits = {split: _surfaces(self.root, split, images) for split, images in read_images(self.root).items()}
-        held = held_out(self.validation, len(splits["train"]))
-        kept = splits.get("val", [cloud for n, cloud in enumerate(splits["train"]) if n in held])
-        learnt = [cloud for n, cloud in enumerate(splits["train"]) if "val" in splits or n not in held]
+        splits = {} if self.root.is_dir() else read_images(self.root)
+
+        def clouds(split: str) -> list[tuple[Tensor, int]]:
+            return _surfaces(self.root, split, splits[split]) if splits else self._read(split)
+
+        if stage == "test":
+            self.test_set = Clouds(clouds("test"), self.points, self.keep)
+            return
+        everything = clouds("train")
+        held = held_out(self.validation, len(everything))
+        learnt = [cloud for n, cloud in enumerate(everything) if "val" in splits or n not in held]
         if not learnt:
             raise DataError(f"{self.root}: validation={self.validation} leaves no cloud to train on")
+        kept = clouds("val") if "val" in splits else [everything[n] for n in sorted(held)]
         self.train_set = Clouds(learnt, self.points, self.keep, train=True)
-        self.val_set, self.test_set = (Clouds(part, self.points, self.keep) for part in (kept, splits["test"]))
+        self.val_set = Clouds(kept, self.points, self.keep)
 
     def _read(self, split: str) -> list[tuple[Tensor, int]]:
         notes: list[str] = []
@@ -118,8 +126,12 @@ class PointData(LabelledData):
     def sample_name(self, number: int) -> str:
         return self.files["test"][number] if self.files else str(number)
 
+    def set_names(self, names: dict[str, list[Any]]) -> None:
+        super().set_names(names)
+        self.trained = True
+
     def predict_dataloader(self) -> Any:
-        path = Path(self.check_input("a file or a folder to predict", True))
+        path = Path(self.check_input("a file or a folder to predict", self.trained))
         clouds, names, notes = [], [], list[str]()
         for file in list_files(path, ENDINGS, notes):
             try:
@@ -131,7 +143,17 @@ class PointData(LabelledData):
         if not clouds:
             raise DataError("; ".join(self.unreadable))
         self.files["predict"], self.clouds_to_predict = names, [cloud for cloud, _ in clouds]
+        self.names_to_predict = _short_names(path, names)
         return self.still_loader(Clouds(clouds, self.points, None))
+
+
+def _short_names(path: Path, files: Sequence[str]) -> list[str]:
+    """Return names of files for results: paths below the folder `path`, without the endings where they tell no two
+    apart."""
+    below = [os.path.relpath(file, path) if path.is_dir() else Path(file).name for file in files]
+    endings = [next((end for end in ENDINGS[::-1] if name.lower().endswith(end)), "") for name in below]
+    short = [name[: len(name) - len(end)] for name, end in zip(below, endings, strict=True)]
+    return [name if short.count(brief) > 1 else brief for name, brief in zip(below, short, strict=True)]
 
 
 def _surfaces(path: Path, split: str, images: Any) -> list[tuple[Tensor, int]]:
@@ -172,7 +194,8 @@ class CloudFolders(PointData):
             self.classes = class_names(self.root / "train")
         super().setup(stage)
         if stage != "predict":
-            most = max(label for _, label in [*self.train_set.clouds, *self.test_set.clouds])
+            read = self.test_set if stage == "test" else self.train_set
+            most = max(label for _, label in read.clouds)
             self.classes = self.classes or tuple(map(str, range(most + 1)))
             check("data.classes", self.classes, len(self.classes) > most, f"{most + 1} names or more")
 

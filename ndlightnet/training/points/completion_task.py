@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -130,9 +129,8 @@ class CompletionTask(Task):
         data, (parts, _labels, numbers) = self.data(), batch
         answers = _beside(parts, self.net(parts)[1]).cpu()
         for part, answer, number in zip(parts.unpack(), answers, numbers.tolist(), strict=True):
-            file = data.files["predict"][number]
             where = placed(data.clouds_to_predict[number])
-            path = self.out() / "predictions" / f"{file_name(Path(file).stem)}.ply"
+            path = self.out() / "predictions" / f"{file_name(data.names_to_predict[number])}.ply"
             write_cloud(path, answer * where.radius + where.centre)
             save_clouds(path.with_suffix(".png"), [[("seen", part.cpu()), ("answer", answer)]])
             self.count += 1

@@ -58,11 +58,15 @@ def test_masks_lie_in_millimetres(tmp_path):
         ("a.xyz", b"1 2 3\n1 2\n", "a.xyz"),
         ("a.ply", b"ply\nformat ascii 1.0\nend_header\n", "a.ply"),
         ("a.nii", b"none", "a.nii"),
+        ("a.nii.gz", nibabel.Nifti1Image(np.ones((4, 4, 4, 2), np.uint8), np.eye(4)), "has the shape (4, 4, 4, 2)"),
     ],
 )
 def test_bad_files_are_one_error_that_names_them(tmp_path, name, content, message):
     path = tmp_path / name
-    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        (nibabel.save if name.endswith(".gz") else lambda array, file: np.save(file, array))(content, path)
     with pytest.raises(DataError) as error:
         read_cloud(path)
     assert str(path) in str(error.value) and message in str(error.value) and "\n" not in str(error.value)

@@ -73,7 +73,8 @@ def test_near_points_of_far_clouds_are_told_apart():
 # ------------------------------------------------------------------------------------- samples
 def test_a_sample_is_a_part_in_its_own_frame(shapes):
     data = PartialClouds(str(shapes), points=30, keep=0.4, validation=0.25)
-    set_up(CompletionTask(torch.nn.Linear(1, 1)), data)
+    for stage in ("fit", "test"):
+        set_up(CompletionTask(torch.nn.Linear(1, 1)), data, stage)
     assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (15, 5, 6)
     part, cloud, share, number = data.test_set[3]
     assert (part.shape, cloud.shape, number) == ((12, 3), (30, 3), 3)
@@ -94,6 +95,7 @@ def test_masks_of_medmnist(tmp_path):
     np.savez(path, **arrays)
     data = CloudFolders(str(path), points=500)
     data.setup("fit")
+    data.setup("test")
     assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (5, 2, 3) and data.classes == ("0", "1")
     cloud, label = data.test_set.clouds[1]
     assert label == 1 and np.array_equal(cloud.numpy(), surface(arrays["test_images"][1] != 0))
@@ -102,7 +104,7 @@ def test_masks_of_medmnist(tmp_path):
     arrays["test_images"][2] = 0
     np.savez(path, **arrays)
     with pytest.raises(DataError, match=r"test has masks without a voxel: numbers \[2\]"):
-        PointData(str(path)).setup("fit")
+        PointData(str(path)).setup("test")
 
 
 # ------------------------------------------------------------------------- fit, test, predict
@@ -122,17 +124,28 @@ def test_a_completion(complete, shapes, tmp_path):
     inputs.mkdir()
     np.savetxt(inputs / "mine.xyz", points)
     (inputs / "broken.ply").write_bytes(b"none")
+    (inputs / "a").mkdir()
+    for other in ("mine.npy", "a/yours.npy", "a/mine.npy"):
+        np.save(inputs / other, points + 50)
+    done = complete("predict", root=shapes, out=out, input=inputs)
+    assert "--ckpt_path: predict expects the checkpoint of a training" in done.errors[0]
     done = complete("predict", root=shapes, out=out, input=inputs, ckpt=last(out))
     assert done.status == 1 and len(done.errors) == 1 and "broken.ply" in done.errors[0]
-    answer = read_cloud(out / "predictions" / "mine.ply").double()
+    files = sorted(path.name for path in (out / "predictions").glob("*.ply"))
+    assert len(files) == 4 and files[2:] == ["mine.npy.ply", "mine.xyz.ply"]  # none replaces another
+    assert files[0].startswith("a_mine") and files[1].startswith("a_yours")
+    answer = read_cloud(out / "predictions" / "mine.xyz.ply").double()
     assert len(answer) == 32 + 16  # what was read, thinned to data.points, and what the network adds
     assert torch.cdist(answer[:32], torch.from_numpy(points)).amin(1).max() < 1e-3  # in its old place
-    assert (out / "predictions" / "mine.png").is_file()
+    assert (out / "predictions" / "mine.xyz.png").is_file()
 
 
 def test_a_classification(sort, shapes, tmp_path):
     out = tmp_path / "run"
-    fit_and_test(sort, root=shapes, out=out)
+    (shapes / "test").rename(shapes / "later")
+    sort("fit", root=shapes, out=out).well()  # which needs no test set
+    (shapes / "later").rename(shapes / "test")
+    sort("test", root=shapes, out=out, ckpt=last(out)).well()
     assert json.loads((out / "metrics.json").read_text())["clouds"] == 6
     assert "test_clouds.png" in (out / "index.html").read_text() and (out / "test_clouds.png").is_file()
     sort("predict", root=shapes, out=out, input=shapes / "test" / "box", ckpt=last(out)).well()
