@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import nibabel
 import numpy as np
@@ -69,7 +70,8 @@ def write_cloud(path: Path, points: Tensor) -> None:
         PlyData([PlyElement.describe(vertex, "vertex")]).write(draft)
 
 
-class Placed(NamedTuple):
+@dataclass(frozen=True)
+class Placed:
     """A cloud about 0 within a radius of 1, and where it was: centre (3,), radius ()."""
 
     points: Tensor

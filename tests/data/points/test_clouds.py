@@ -74,7 +74,8 @@ def test_bad_files_are_one_error_that_names_them(tmp_path, name, content, messag
 
 def test_a_placed_cloud_and_its_parts():
     cloud, rng = 5 * torch.randn(40, 3) + 7, torch.Generator().manual_seed(0)
-    points, centre, radius = placed(cloud)
+    frame = placed(cloud)
+    points, centre, radius = frame.points, frame.centre, frame.radius
     assert points.mean(0).abs().max() < 1e-5 and points.norm(dim=1).max() == pytest.approx(1)
     torch.testing.assert_close(points * radius + centre, cloud)
     part = half_space(points, 0.25, rng)
