@@ -2,9 +2,9 @@
 
 Tokens are (batch, length, ...), with a Layout: a Grid, where every row is a sample and all have one
 shape, Boxes, where several rows are boxes of a sample, or a Ragged, where the batch is one row that
-holds samples of any shapes end to end (a pack).
-Points are packs, and PointRows rows, of tokens at real coordinates. The slabs of a grid that several processes share
-are in ndlightnet.parallel. Operators ask a layout the questions of `Layout` and never which one it is.
+holds samples of any shapes end to end (a pack). Points are packs, and PointRows rows, of tokens at
+real coordinates. The slabs of a grid that several processes share are in ndlightnet.parallel.
+Operators ask a layout the questions of `Layout` and never which one it is.
 """
 
 from ndlightnet.layout.abstract import Layout, per_axis

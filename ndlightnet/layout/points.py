@@ -14,8 +14,8 @@ from ndlightnet.layout.ragged import Ragged
 
 @dataclass(frozen=True)
 class PointRows(Grid):
-    """Rows of as many points each. shape: their number, (points,). points: (batch, points, axes) float, coordinates,
-    whose gradients position codes do not follow."""
+    """Rows of as many points each, shape (points,). points: their coordinates, (batch, points, axes) float, which get
+    no gradients from position codes."""
 
     points: Tensor = field(default_factory=lambda: torch.zeros(0, 0, 0), compare=False, repr=False)
     ordered = False

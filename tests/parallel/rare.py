@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, pack, shard_grid
+from ndlightnet.layout import pack_points
 from ndlightnet.parallel import Processes
 
 from .sharded_networks import CASES, error_of, gradient_error, gradients, slab
@@ -133,6 +134,7 @@ def refused() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (1, count), mesh_dim_names=("data", "grid"))
     world, even = dist.group.WORLD, torch.randn(1, 1, 4, 8)
     dit = partial(NDLightDiT(2, 1, patch_size=2, embed_dim=32, depth=1), t=0.0)
+    points = NDLightNet(3, 3, 5, patch_size=1, embed_dim=32, depth=1, tpe=False, mixer="SoftmaxAttention")
     uses: dict[str, Any] = {
         "another size": (net, world, 0, torch.randn(1, 1, 4, 8 + 2 * rank)),
         "another batch": (net, world, 0, torch.randn(1 + rank, 1, 4, 8)),
@@ -144,6 +146,7 @@ def refused() -> dict[str, Any]:
         "another mixer": (soft, world, 0, even),
         "a stem": (stem, world, 0, even),
         "a diffusion": (dit, world, 0, even),
+        "points": (points, world, 0, pack_points([torch.randn(4, 3)])),
         "no tokens": (net, world, 0, torch.randn(1, 1, 4 * rank, 8)),
         "no tokens of a sample": (net, world, 0, pack([torch.randn(1, 4 * rank, 8)], 2)),
     }

@@ -136,6 +136,7 @@ def test_wrong_uses_are_refused_on_all_processes(tmp_path):
         "another mixer": "ValueError: layout=Slab((2, 4), axis=0, sizes=(2, 2)) within shard_grid or predict_large",
         "a stem": "ValueError: shard_grid and predict_large: expected none with stem_blocks",
         "a diffusion": "ValueError: NDLightDiT within shard_grid: expected an NDLightNet",
+        "points": "ValueError: a pack of points within shard_grid: expected an NDLightNet",
         "no tokens": "ValueError: shard_grid: slabs (batch, *space) of (1, 0, 8); (1, 4, 8)",
         "no tokens of a sample": "ValueError: shard_grid: slabs of samples [[(0, 4), (2, 4)]]",
         "one dimension": "(1, 5)",

@@ -56,9 +56,8 @@ class Mixer(Initialized, ABC):
         frames; not with a context. layout: with a Ragged x is (length, dim) and mask (length,);
         with a Grid x may be (batch, length, dim). context: the source to read instead of x (batch,
         *source grid, context dim), if a mixer has a cross form; samples of one shape only. source: the layout of the
-        context; default: the grid that it has. norm: of a mixer
-        with `norms`, and without a context: what x + branch, or x without a branch, goes through first; this sum and
-        the result are returned.
+        context; default: the grid that it has. norm: of a mixer with `norms`, and without a context: what x + branch,
+        or x without a branch, goes through first; this sum and the result are returned.
         """
         check_floats(x=x)
         check_not_wider(self, x=x)

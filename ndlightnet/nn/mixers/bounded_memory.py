@@ -46,6 +46,8 @@ class ABCAttention(StreamingMixer):
     Parameters: 2 dim^2 + 2 context_dim dim + heads slots context_dim.
     """
 
+    order_free = True
+
     def __init__(self, dim: int, heads: int | None = None, *, slots: int = 64, context_dim: int | None = None) -> None:
         super().__init__()
         self.heads, self.head_dim = default_heads(dim, heads)
@@ -56,8 +58,6 @@ class ABCAttention(StreamingMixer):
         self.v_proj = nn.Linear(source, dim, bias=False)
         self.control = nn.Linear(source, self.heads * slots, bias=False)
         self.o_proj = nn.Linear(dim, dim, bias=False)
-
-    order_free = True
 
     def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
         if not causal:

@@ -14,10 +14,10 @@ class Identity(StreamingMixer):
 
     ragged, mergeable = True, True
 
+    order_free = True
+
     def __init__(self, dim: int) -> None:
         super().__init__()
-
-    order_free = True
 
     def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
         return x

@@ -65,6 +65,7 @@ class CompletionTask(Task):
     saved = (*Task.saved, "cost")
     measures = "step"
     monitor = "val_score"
+    only_float32 = True
 
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
         part, truth, _share, _numbers = batch

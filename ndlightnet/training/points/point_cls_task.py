@@ -26,6 +26,8 @@ class PointClsTask(ClassificationTask):
     saved = (*ClassificationTask.saved, "cost")
     measures = "step"
     samples = "clouds"
+    only_float32 = True
+    grid_parallel = False
 
     def setup(self, stage: str) -> None:
         self.expect(in_chans=3)
