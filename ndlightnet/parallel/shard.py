@@ -203,7 +203,7 @@ def layout_of(x: Tensor, first: int) -> Grid:
 
 
 def layout_of_pack(x: Tensor, layout: Ragged) -> Ragged:
-    """Return the layout of tokens x that lie end to end: within `shard_grid` a SlabPack. ValueError for points there."""
+    """Return the layout of tokens x that lie end to end: within `shard_grid` a SlabPack; ValueError for points."""
     if not layout.ordered:
         refuse_shards("a pack of points")
     return _active[-1].pack(x, layout) if _active else layout
