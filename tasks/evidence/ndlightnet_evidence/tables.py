@@ -23,9 +23,10 @@ SCORES = (
     "coverage",
 )
 WRITTEN = ("rouge1", "rouge2", "rougeL", "loss")
+COMPLETED = ("chamfer_l1", "chamfer_l2", "f_score")
 GENERATED = ("frechet", "frechet_train", "precision", "recall")
 COSTS = ("step_ms", "latency_ms", "train_seconds", "padded_share", "sampled_per_second", "peak_memory_gb")
-MEASURES = SCORES + WRITTEN + GENERATED + COSTS
+MEASURES = SCORES + WRITTEN + COMPLETED + GENERATED + COSTS
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
