@@ -242,8 +242,8 @@ class SlabPack(Ragged):
     def __repr__(self) -> str:
         return f"SlabPack({self.slabs})"
 
-    def grids(self) -> Iterable[Slab]:
-        return self.slabs
+    def rows_of(self, samples: Sequence[int]) -> Slab:
+        return self.slabs[samples[0]]
 
     def alike(self) -> list[list[int]]:
         return [[i] for i in range(len(self))]

@@ -10,7 +10,7 @@ from torch import nn
 from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.models import Forecaster
 from ndlightnet.nn import Block
-from ndlightnet.training import ForecastTask, ImageTask, SegmentationTask, VideoData
+from ndlightnet.training import ForecastTask, ImageTask, SegmentationTask
 from ndlightnet.training.core import speed
 
 LABELS, NUMBERS = torch.tensor([0, 2]), torch.arange(2)
@@ -43,7 +43,7 @@ def step(kind: str, **flags: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
     torch.manual_seed(0)
     task = task_type(net(), **flags).train()
     task.log = lambda *_, **__: None
-    task._trainer = SimpleNamespace(datamodule=VideoData("nowhere"))  # a video's step asks it
+    task._trainer = SimpleNamespace(datamodule=SimpleNamespace(target_places=[0, 1]))  # a forecast's step asks it
     torch.manual_seed(1)
     batch = batch()
     torch.manual_seed(2)  # dropout
