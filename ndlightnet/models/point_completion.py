@@ -82,6 +82,8 @@ class PointCompletion(Pretrained):
         """Map clouds of any sizes, see `pack_points`, to coarse ones of the whole, (batch, queries, 3), and to
         the points that complete them, (batch, points, 3)."""
         refuse_shards("PointCompletion")
+        if not isinstance(clouds, Packed) or clouds.layout.ordered:
+            raise ValueError(f"clouds of type {type(clouds).__name__}: expected the result of pack_points")
         features = self.encoder.forward_features(clouds)
         pooled = features.layout.pool(features.values[None])
         with exact(pooled):  # 16 bits have no three digits of a coordinate

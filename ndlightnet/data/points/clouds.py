@@ -21,10 +21,10 @@ LEAST = 8  # points of a cloud
 
 
 def read_cloud(path: Path) -> Tensor:
-    """Read the coordinates of points, (points, 3) float32: .ply, the vertices of a PLY file; .npy, an array of them,
-    (points, 3 or more); .xyz, a line of numbers for each; and, for a mask as NIfTI, .nii or .nii.gz, or an array with
-    three axes, the voxels other than 0 at its surface, those of a NIfTI in millimetres. DataError for other content,
-    for fewer than LEAST points or no extent, and for coordinates that are not finite."""
+    """Read the coordinates of points, (points, 3) float64, each place once: .ply, the vertices of a PLY file; .npy, an
+    array of them, (points, 3 or more); .xyz, a line of numbers for each; and, for a mask as NIfTI, .nii or .nii.gz, or
+    an array of whole numbers with three axes, the voxels other than 0 at its surface, those of a NIfTI in millimetres.
+    DataError for other content, for fewer than LEAST points, and for coordinates that are not finite."""
     name = path.name.lower()
     with readable(path):
         array: Any
@@ -39,20 +39,23 @@ def read_cloud(path: Path) -> Tensor:
             mask = mask.reshape(mask.shape[:3]) if mask.ndim > 3 and mask.size == np.prod(mask.shape[:3]) else mask
             if mask.ndim != 3:
                 raise DataError(f"{path}: has the shape {mask.shape}, expected a mask with three axes")
+            if not np.isfinite(mask).all():
+                raise DataError(f"{path}: has voxels that are not finite numbers")
             array = surface(mask != 0)
             array = nibabel.affines.apply_affine(image.affine, array)
         elif name.endswith(".npy"):
             array = np.load(path, allow_pickle=False)
-            array = surface(array != 0) if array.ndim == 3 else array
+            array = surface(array != 0) if array.ndim == 3 and array.dtype.kind in "biu" else array
         else:
             array = np.loadtxt(path, ndmin=2)
     if array.ndim != 2 or array.shape[1] < 3 or array.dtype.kind not in "fiu":
         raise DataError(f"{path}: has an array {array.shape} {array.dtype}, expected numbers (points, 3 or more)")
-    points = array[:, :3].astype(np.float32)
+    points = array[:, :3].astype(np.float64)
     if not np.isfinite(points).all():
         raise DataError(f"{path}: has coordinates that are not finite numbers")
-    if len(points) < LEAST or not np.ptp(points, 0).any():
-        raise DataError(f"{path}: has {len(points)} points, expected {LEAST} or more, not all at one place")
+    points = points[np.sort(np.unique(points, axis=0, return_index=True)[1])]
+    if len(points) < LEAST:
+        raise DataError(f"{path}: has {len(points)} points at different places, expected {LEAST} or more")
     return torch.from_numpy(points)
 
 
@@ -65,7 +68,7 @@ def write_cloud(path: Path, points: Tensor) -> None:
     """Write points (points, 3) as a binary PLY file."""
     from plyfile import PlyData, PlyElement
 
-    vertex = np.array([*map(tuple, points.float().tolist())], [(axis, "f4") for axis in "xyz"])
+    vertex = np.array([*map(tuple, points.double().tolist())], [(axis, "f8") for axis in "xyz"])
     with atomic_write(path) as draft:
         PlyData([PlyElement.describe(vertex, "vertex")]).write(draft)
 
@@ -79,10 +82,12 @@ class Placed:
     radius: Tensor
 
 
-def placed(points: Tensor) -> Placed:
-    """Move the mean of points (points, 3) to 0, and scale the farthest one to a distance of 1."""
+def placed(points: Tensor, least: float = 1e-300) -> Placed:
+    """Move the mean of points (points, 3) to 0, and scale the farthest one to a distance of 1; if it is nearer than
+    `least`, that distance becomes 1. Points are float64: of coordinates far from 0 float32 has too few digits."""
+    points = points.double()
     centre = points.mean(0)
-    radius = (points - centre).norm(dim=1).max().clamp(min=1e-12)
+    radius = (points - centre).norm(dim=1).max().clamp(min=least)
     return Placed((points - centre) / radius, centre, radius)
 
 
@@ -96,5 +101,5 @@ def some_points(points: Tensor, count: int, rng: torch.Generator | None) -> Tens
 
 def half_space(points: Tensor, keep: float, rng: torch.Generator | None) -> Tensor:
     """Return the fraction `keep` of the points, LEAST or more, that lie to one side of a plane of random direction."""
-    normal = torch.nn.functional.normalize(torch.randn(3, generator=rng), dim=0)
+    normal = torch.nn.functional.normalize(torch.randn(3, generator=rng), dim=0).to(points.dtype)
     return points[(points @ normal).argsort()[: max(LEAST, round(keep * len(points)))]]

@@ -15,7 +15,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import class_folders, class_names, list_files
 from ndlightnet.data.image.image_sets import read_images
 from ndlightnet.data.made.shapes import make_shapes
-from ndlightnet.data.points.clouds import ENDINGS, half_space, placed, read_cloud, some_points, surface
+from ndlightnet.data.points.clouds import ENDINGS, LEAST, half_space, placed, read_cloud, some_points, surface
 from ndlightnet.data.threads import in_threads
 from ndlightnet.layout import pack_points
 from ndlightnet.training.core.data_module import LabelledData, held_out
@@ -26,6 +26,9 @@ from ndlightnet.training.report.results import log_rank_zero
 def collate_clouds(items: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     """Pack the clouds of samples (cloud, ...), and stack what follows."""
     return pack_points([item[0] for item in items]), *default_collate([item[1:] for item in items])
+
+
+NEAR = 0.01  # a part that is nearer together, in radii of the cloud, is not scaled up further
 
 
 class Clouds(Dataset[tuple[Any, ...]]):
@@ -49,9 +52,9 @@ class Clouds(Dataset[tuple[Any, ...]]):
             cloud = cloud * torch.empty(3).uniform_(0.8, 1.25)
         cloud = some_points(placed(cloud).points, self.count, rng)
         if self.keep is None:
-            return cloud, label, number
-        part = placed(half_space(cloud, self.keep, rng))
-        return part.points, (cloud - part.centre) / part.radius, part.radius, number
+            return cloud.float(), label, number
+        part = placed(half_space(cloud, self.keep, rng), NEAR)
+        return part.points.float(), ((cloud - part.centre) / part.radius).float(), part.radius.float(), number
 
 
 class PointData(LabelledData):
@@ -82,7 +85,7 @@ class PointData(LabelledData):
         input: str | None = None,
     ) -> None:
         super().__init__(root, batch_size, workers, input)
-        check("data.points", points, points > 0, "1 or more")
+        check("data.points", points, points >= LEAST, f"{LEAST} or more")
         check("data.validation", validation, 0 <= validation < 1, "a fraction below 1")
         self.points, self.validation = points, validation
         self.files: dict[str, list[str]] = {}  # of each split
@@ -153,7 +156,8 @@ def _short_names(path: Path, files: Sequence[str]) -> list[str]:
     below = [os.path.relpath(file, path) if path.is_dir() else Path(file).name for file in files]
     endings = [next((end for end in ENDINGS[::-1] if name.lower().endswith(end)), "") for name in below]
     short = [name[: len(name) - len(end)] for name, end in zip(below, endings, strict=True)]
-    return [name if short.count(brief) > 1 else brief for name, brief in zip(below, short, strict=True)]
+    short = [name if short.count(brief) > 1 else brief for name, brief in zip(below, short, strict=True)]
+    return short if len({*short}) == len(short) else below
 
 
 def _surfaces(path: Path, split: str, images: Any) -> list[tuple[Tensor, int]]:

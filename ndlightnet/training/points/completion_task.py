@@ -55,9 +55,9 @@ def _beside(part: Packed, predicted: Tensor) -> Tensor:
 
 class CompletionTask(Task):
     """Trains `net`, a PointCompletion, on the Chamfer distances L1 of its coarse clouds and of its answers, what it
-    predicts beside the part that was seen. `test`
-    measures Chamfer distances and F-score, in radii of the cloud as a whole, and those of the part that was seen, taken
-    for the answer: metrics.json, test.csv, test_clouds.png; `predict` writes predictions/NAME.ply, each with a picture.
+    predicts beside the part that was seen. `test` measures Chamfer distances and F-score, in radii of the cloud as a
+    whole, and those of the part that was seen, taken for the answer: metrics.json, test.csv, test_clouds.png; `predict`
+    writes predictions/NAME.ply, all points of a file and those predicted, each with a picture.
 
     Args: as in Task.
     """
@@ -128,12 +128,16 @@ class CompletionTask(Task):
 
     def predict_step(self, batch: tuple[Any, ...], _: int) -> None:
         data, (parts, _labels, numbers) = self.data(), batch
-        answers = _beside(parts, self.net(parts)[1]).cpu()
-        for part, answer, number in zip(parts.unpack(), answers, numbers.tolist(), strict=True):
-            where = placed(data.clouds_to_predict[number])
+        answers = self.net(parts)[1].double().cpu()
+        for answer, number in zip(answers, numbers.tolist(), strict=True):
+            cloud = data.clouds_to_predict[number]
+            where = placed(cloud)
+            answer = torch.cat([cloud, answer * where.radius + where.centre])
             path = self.out() / "predictions" / f"{file_name(data.names_to_predict[number])}.ply"
-            write_cloud(path, answer * where.radius + where.centre)
-            save_clouds(path.with_suffix(".png"), [[("seen", part.cpu()), ("answer", answer)]])
+            write_cloud(path, answer)
+            save_clouds(
+                path.with_suffix(".png"), [[("seen", where.points), ("answer", (answer - where.centre) / where.radius)]]
+            )
             self.count += 1
 
     def on_predict_epoch_end(self) -> None:

@@ -16,7 +16,7 @@ def test_the_same_points_from_every_format(tmp_path):
     np.savetxt(tmp_path / "a.xyz", points.numpy(), fmt="%.9g")
     write_cloud(tmp_path / "a.ply", points)
     for ending in ("npy", "xyz", "ply"):
-        assert torch.equal(read_cloud(tmp_path / f"a.{ending}"), points), ending
+        assert torch.equal(read_cloud(tmp_path / f"a.{ending}").float(), points), ending
 
 
 def test_the_surface_of_a_mask():
@@ -39,10 +39,17 @@ def test_masks_lie_in_millimetres(tmp_path):
     affine = np.array([[0, 2, 0, 5], [-1.5, 0, 0, 6], [0, 0, 3, 7], [0, 0, 0, 1.0]])
     nibabel.save(nibabel.Nifti1Image(mask, affine), tmp_path / "a.nii.gz")
     np.save(tmp_path / "a.npy", mask)
+    near, map_place = np.random.default_rng(0).random((20, 3)), np.array([5e5, 5e6, 100.0])  # metres
+    far = near + map_place
+    np.save(tmp_path / "far.npy", np.concatenate([far, far[:5]]))
+    write_cloud(tmp_path / "far.ply", read_cloud(tmp_path / "far.npy"))
+    assert np.array_equal(read_cloud(tmp_path / "far.ply").numpy(), far)  # each place once
+    frames = [placed(torch.from_numpy(x)).points for x in (near, far)]
+    assert (frames[0] - frames[1]).abs().max() < 1e-8
     voxels = read_cloud(tmp_path / "a.npy")
     assert len(voxels) == 4 * 3 * 2  # all, as no voxel is within two slices
     expected = voxels.double() @ torch.from_numpy(affine[:3, :3].T) + torch.from_numpy(affine[:3, 3])
-    assert torch.equal(read_cloud(tmp_path / "a.nii.gz"), expected.float())
+    assert torch.equal(read_cloud(tmp_path / "a.nii.gz"), expected)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +58,10 @@ def test_masks_lie_in_millimetres(tmp_path):
         ("a.npy", np.zeros((9, 2)), "has an array (9, 2) float64, expected numbers (points, 3 or more)"),
         ("a.npy", np.zeros((9, 3), complex), "complex128, expected numbers"),
         ("a.npy", np.full((9, 3), np.inf), "has coordinates that are not finite numbers"),
-        ("a.npy", np.random.default_rng(0).random((7, 3)), "has 7 points, expected 8 or more, not all at one place"),
-        ("a.npy", np.ones((9, 3)), "has 9 points, expected 8 or more, not all at one place"),
-        ("a.npy", np.zeros((4, 4, 4)), "has 0 points"),
+        ("a.npy", np.random.default_rng(0).random((7, 3)), "has 7 points at different places, expected 8 or more"),
+        ("a.npy", np.ones((9, 3)), "has 1 points at different places, expected 8 or more"),
+        ("a.npy", np.zeros((4, 4, 4), bool), "has 0 points"),
+        ("a.npy", np.zeros((1, 9, 3)), "has an array (1, 9, 3) float64"),
         ("a.npy", b"no array", "a.npy"),
         ("a.xyz", b"1 2 3\n1 2\n", "a.xyz"),
         ("a.ply", b"ply\nformat ascii 1.0\nend_header\n", "a.ply"),
@@ -73,7 +81,7 @@ def test_bad_files_are_one_error_that_names_them(tmp_path, name, content, messag
 
 
 def test_a_placed_cloud_and_its_parts():
-    cloud, rng = 5 * torch.randn(40, 3) + 7, torch.Generator().manual_seed(0)
+    cloud, rng = 5 * torch.randn(40, 3).double() + 7, torch.Generator().manual_seed(0)
     frame = placed(cloud)
     points, centre, radius = frame.points, frame.centre, frame.radius
     assert points.mean(0).abs().max() < 1e-5 and points.norm(dim=1).max() == pytest.approx(1)
@@ -83,7 +91,7 @@ def test_a_placed_cloud_and_its_parts():
     assert len(part) == 10 and len(rest) == 30
     # a plane lies between: a perceptron finds it
     normal = torch.zeros(4)
-    sides = torch.cat([part, torch.tensor(rest)]), torch.tensor([-1.0] * 10 + [1.0] * 30)
+    sides = torch.cat([part, torch.tensor(rest)]).float(), torch.tensor([-1.0] * 10 + [1.0] * 30)
     for _ in range(100000):
         wrong = ((torch.cat([sides[0], torch.ones(40, 1)], 1) @ normal) * sides[1] <= 0).nonzero()
         if not len(wrong):
