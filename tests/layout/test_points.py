@@ -80,6 +80,13 @@ def test_points_of_a_grid_are_that_grid(name):
     torch.testing.assert_close(*results)
 
 
+def test_coordinates_are_scaled_to_steps():
+    xs = clouds(3, 2)
+    packed = pack_points(xs)
+    assert torch.equal(packed.values, torch.cat(xs))
+    assert torch.equal(packed.layout.coordinates(), 32 * torch.cat(xs)[:, :3])
+
+
 def test_rows_of_points_are_the_clouds():
     """A batch of as many points each, of a mixer without a network."""
     x, at = torch.randn(3, 7, 8, dtype=torch.float64), 5 * torch.randn(3, 7, 3, dtype=torch.float64)

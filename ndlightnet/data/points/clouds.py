@@ -83,8 +83,8 @@ class Placed:
 
 
 def placed(points: Tensor, least: float = 1e-300) -> Placed:
-    """Move the mean of points (points, 3) to 0, and scale the farthest one to a distance of 1; if it is nearer than
-    `least`, that distance becomes 1. Points are float64: of coordinates far from 0 float32 has too few digits."""
+    """Move the mean of points (points, 3) to 0, and scale the farthest one to a distance of 1, by no more than
+    1 / `least`. Points are float64: of coordinates far from 0 float32 has too few digits."""
     points = points.double()
     centre = points.mean(0)
     radius = (points - centre).norm(dim=1).max().clamp(min=least)

@@ -110,7 +110,10 @@ class ClassificationTask(Task, ABC):
         in one process."""
         captions, rows = self.figure_names(self.data().classes), []
         for row in worst_to_best(probabilities.gather(1, labels[:, None])[:, 0], ATTRIBUTED):
-            x, picture = self.sample(numbers[row])
+            sample = self.sample(numbers[row])
+            if sample is None:
+                return
+            x, picture = sample
             heat = attribution(self._logits, x.to(self.device), int(probabilities[row].argmax()))
             caption = answer_caption(probabilities[row], int(labels[row]), captions)
             rows.append((*caption, views(picture, heat, self.has_frames)))
@@ -124,9 +127,9 @@ class ClassificationTask(Task, ABC):
         return logits
 
     @abstractmethod
-    def sample(self, number: int) -> tuple[Tensor, Tensor]:
+    def sample(self, number: int) -> tuple[Tensor, Tensor] | None:
         """Return a test sample as the network sees it, (channels, *space), and as a picture, (1 or 3 channels,
-        *space) uint8."""
+        *space) uint8; None for samples without cells, of which no attribution can be drawn."""
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
         """Return what a subclass adds to metrics.json; called in every process."""

@@ -165,9 +165,9 @@ def _surfaces(path: Path, split: str, images: Any) -> list[tuple[Tensor, int]]:
         raise DataError(f"{path}: {split} has {images.images.ndim - 1} axes, expected masks with three")
     masks = zip(images.images.numpy() != 0, images.labels.tolist(), strict=True)
     clouds = [(torch.from_numpy(surface(mask)).float(), label) for mask, label in masks]
-    empty = [number for number, (cloud, _) in enumerate(clouds) if not len(cloud)]
-    if empty:
-        raise DataError(f"{path}: {split} has masks without a voxel: numbers {empty[:3]}")
+    small = [number for number, (cloud, _) in enumerate(clouds) if len(cloud) < LEAST]
+    if small:
+        raise DataError(f"{path}: {split} has masks of fewer than {LEAST} voxels at the surface: numbers {small[:3]}")
     return clouds
 
 

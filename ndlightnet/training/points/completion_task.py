@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ndlightnet.data.errors import file_name
 from ndlightnet.data.points.clouds import placed, write_cloud
-from ndlightnet.data.sampling import linspace_indices
 from ndlightnet.layout import Packed
+from ndlightnet.training.classification.answer_figures import worst_to_best
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.points.cloud_figure import save_clouds
@@ -39,11 +39,11 @@ def completion_scores(answer: Tensor, truth: Tensor, unit: Tensor) -> dict[str, 
     """Return the measures of PoinTr (arXiv 2108.08839) of each cloud, (batch,): Chamfer distances L1, the mean of both
     directions' distances, and L2, the sum of both directions' squared ones, and the F-score, the harmonic mean of the
     shares of points that are nearer than NEAR to the other cloud. unit: (batch,), by which distances are multiplied."""
-    there, back = (distance * unit[:, None] for distance in nearest(answer, truth))
-    precision, recall = ((distance < NEAR).to(distance).mean(1) for distance in (there, back))
+    to_truth, to_answer = (distance * unit[:, None] for distance in nearest(answer, truth))
+    precision, recall = ((distance < NEAR).to(distance).mean(1) for distance in (to_truth, to_answer))
     return {
-        "chamfer_l1": (there.mean(1) + back.mean(1)) / 2,
-        "chamfer_l2": there.square().mean(1) + back.square().mean(1),
+        "chamfer_l1": (to_truth.mean(1) + to_answer.mean(1)) / 2,
+        "chamfer_l2": to_truth.square().mean(1) + to_answer.square().mean(1),
         "f_score": 2 * precision * recall / (precision + recall).clamp(min=1e-12),
     }
 
@@ -110,12 +110,11 @@ class CompletionTask(Task):
             for number, each in tested.items()
         ]
         write_csv(self.out() / "test.csv", ("file", *names), lines)
-        order = sorted(tested, key=lambda number: -tested[number]["net"]["chamfer_l1"])
-        shown = [order[place] for place in linspace_indices(min(SHOWN, len(order)), len(order))]
-        titles = ("seen", "answer", "truth")
-        rows = [[*zip(titles, clouds[number], strict=True)] for number in shown]
-        for number, row in zip(shown, rows, strict=True):
-            row[1] = (f"answer, Chamfer {tested[number]['net']['chamfer_l1']:.3f}", row[1][1])
+        numbers, distances = [*tested], [each["net"]["chamfer_l1"] for each in tested.values()]
+        rows = []
+        for place in worst_to_best(-torch.tensor(distances), SHOWN):
+            titles = ("seen", f"answer, Chamfer {distances[place]:.3f}", "truth")
+            rows.append([*zip(titles, clouds[numbers[place]], strict=True)])
         save_clouds(self.out() / "test_clouds.png", rows)
         self.summary = (
             f"Chamfer distance {means['net']['chamfer_l1']:.4f}, F-score {means['net']['f_score']:.3f} over "

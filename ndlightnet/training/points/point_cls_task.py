@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.data.sampling import linspace_indices
+from ndlightnet.training.classification.answer_figures import worst_to_best
 from ndlightnet.training.classification.answer_page import write_table
 from ndlightnet.training.classification.classification_task import ClassificationTask
 from ndlightnet.training.core.costs import training_costs
@@ -37,19 +37,14 @@ class PointClsTask(ClassificationTask):
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
         return training_costs(self.net, self.cost)
 
-    def sample(self, number: int) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("a cloud has no cells that a picture of attributions could show")
-
-    def save_attributions(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
-        """Write nothing: there is no grid of cells to draw."""
+    def sample(self, number: int) -> None:
+        return None
 
     def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
         data, names = self.data(), self.figure_names(self.data().classes)
-        order = probabilities.gather(1, labels[:, None])[:, 0].argsort().tolist()
-        shown = [order[place] for place in linspace_indices(min(ROWS * COLUMNS, len(order)), len(order))]
         panels = [
             (f"{names[labels[row]]}: {names[int(probabilities[row].argmax())]}", data.test_set[numbers[row]][0])
-            for row in shown
+            for row in worst_to_best(probabilities.gather(1, labels[:, None])[:, 0], ROWS * COLUMNS)
         ]
         lines = [panels[first : first + COLUMNS] for first in range(0, len(panels), COLUMNS)]
         save_clouds(self.out() / "test_clouds.png", lines)

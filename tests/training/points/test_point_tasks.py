@@ -12,7 +12,7 @@ from PIL import Image
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.made.shapes import SHAPES, make_shapes
 from ndlightnet.data.points.clouds import placed, read_cloud, surface
-from ndlightnet.training.points.cloud_data import CloudFolders, PartialClouds, PointData
+from ndlightnet.training.points.cloud_data import CloudFolders, Clouds, PartialClouds, PointData, _short_names
 from ndlightnet.training.points.completion_task import NEAR, CompletionTask, chamfer, completion_scores
 from ndlightnet.training.points.point_cls_task import PointClsTask
 from tests.training.conftest import fit_and_test, last, launcher, set_up
@@ -79,12 +79,27 @@ def test_a_sample_is_a_part_in_its_own_frame(shapes):
     part, cloud, share, number = data.test_set[3]
     assert (part.shape, cloud.shape, number) == ((12, 3), (30, 3), 3)
     assert part.mean(0).abs().max() < 1e-5 and part.norm(dim=1).max() == pytest.approx(1, abs=1e-5)
-    whole = placed(data.test_set.clouds[3][0]).points
-    sides = [torch.cdist(x, x).flatten() for x in (share * cloud, whole)]  # no frame changes them
+    complete = placed(data.test_set.clouds[3][0]).points
+    sides = [torch.cdist(x, x).flatten() for x in (share * cloud, complete)]  # no frame changes them
     assert (sides[0][:, None] - sides[1]).abs().amin(1).max() < 1e-3
     assert torch.cdist(part, cloud).amin(1).max() < 1e-3  # the part is one of it
     again = data.test_set[3]
     assert torch.equal(again[0], part) and not torch.equal(data.train_set[3][0], data.train_set[3][0])
+
+
+def test_a_part_at_one_place_is_not_blown_up():
+    """Such as the points that a depth camera did not see."""
+    cloud = torch.cat([torch.zeros(500, 3), torch.ones(500, 3)]).double()
+    part, scaled, share, _ = Clouds([(cloud, 0)], 256, 0.25)[0]
+    assert share == pytest.approx(0.01) and scaled.isfinite().all() and scaled.abs().max() <= 2 / 0.01
+    assert part.abs().max() < 1e-9
+
+
+def test_names_of_results_are_all_different():
+    assert _short_names(Path("x"), ["x/a.ply", "x/b.nii.gz"]) == ["a", "b"]
+    assert _short_names(Path("x"), ["x/a.ply", "x/a.npy", "x/b.xyz"]) == ["a.ply", "a.npy", "b"]
+    names = ["a.ply", "a.npy", "a.ply.npy"]
+    assert _short_names(Path("x"), [f"x/{name}" for name in names]) == names
 
 
 def test_masks_of_medmnist(tmp_path):
@@ -103,7 +118,7 @@ def test_masks_of_medmnist(tmp_path):
         CloudFolders(str(path), classes=("one",)).setup("fit")
     arrays["test_images"][2] = 0
     np.savez(path, **arrays)
-    with pytest.raises(DataError, match=r"test has masks without a voxel: numbers \[2\]"):
+    with pytest.raises(DataError, match=r"test has masks of fewer than 8 voxels at the surface: numbers \[2\]"):
         PointData(str(path)).setup("test")
 
 
