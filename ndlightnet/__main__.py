@@ -41,6 +41,8 @@ EXTRA = {
     "tokenizers",
     "nltk",
     "plyfile",
+    "soundfile",
+    "torchaudio",
     "numpy",
     "yaml",
     "PIL",

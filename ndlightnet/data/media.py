@@ -1,4 +1,4 @@
-"""Videos and sounds with PyAV: opening any, writing H.264."""
+"""Videos with PyAV: opening any, writing H.264."""
 
 from __future__ import annotations
 

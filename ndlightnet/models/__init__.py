@@ -7,10 +7,12 @@ from ndlightnet.models.frame_networks import FrameByFrame, FramesAsChannels
 from ndlightnet.models.masked import MaskedDecoder, Reconstruction, masked_loss
 from ndlightnet.models.point_completion import PointCompletion
 from ndlightnet.models.seq2seq import Seq2Seq
+from ndlightnet.models.tts import AutoregressiveTTS, ParallelTTS
 from ndlightnet.models.unet import NDLightUNet
 
 __all__ = [
     "DIT_SIZES",
+    "AutoregressiveTTS",
     "Forecaster",
     "FrameByFrame",
     "FramesAsChannels",
@@ -18,6 +20,7 @@ __all__ = [
     "NDLightDiT",
     "NDLightNet",
     "NDLightUNet",
+    "ParallelTTS",
     "PointCompletion",
     "Reconstruction",
     "Seq2Seq",

@@ -114,13 +114,14 @@ def recorded(init: Init) -> Init:
     """
     full = signature(init)
     options = [p for name, p in full.parameters.items() if name not in PLACE]
+    passes_on = any(p.kind is Parameter.VAR_KEYWORD for p in options)  # to a base class, which checks them
 
     @wraps(init)
     def placed(self: Any, *args: Any, device: Any = None, dtype: Any = None, **more: Any) -> None:
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype={dtype!r}: expected a torch.dtype, such as torch.float32")
         for name in more:
-            if name not in full.parameters:
+            if name not in full.parameters and not passes_on:
                 network, names = init.__qualname__.split(".")[0], list(full.parameters)[1:]  # not that of a subclass
                 raise TypeError(f"{network} has no argument {name}{did_you_mean(name, names)}")
         with nullcontext() if device is None else torch.device(device):

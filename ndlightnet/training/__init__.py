@@ -31,6 +31,8 @@ from ndlightnet.training.pretraining.pretrain_task import PretrainTask
 from ndlightnet.training.pretraining.unlabelled_files import UnlabelledFiles
 from ndlightnet.training.segmentation.segmentation_task import SegmentationTask
 from ndlightnet.training.segmentation.volume_data import MovingPhantoms, PhantomVolumes, VolumeData
+from ndlightnet.training.speech.speech_data import MadeBabble, SpeechData
+from ndlightnet.training.speech.tts_task import TTSTask
 
 __all__ = [
     "AveragedWeights",
@@ -45,6 +47,7 @@ __all__ = [
     "ImageTask",
     "LabelledData",
     "ListOps",
+    "MadeBabble",
     "MadeNotes",
     "MadeSentences",
     "MadeShapes",
@@ -63,8 +66,10 @@ __all__ = [
     "ShapeClasses",
     "SignalData",
     "SignalTask",
+    "SpeechData",
     "SummaryData",
     "SummaryTask",
+    "TTSTask",
     "TaskCLI",
     "TextClsTask",
     "TextData",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, pack
-from ndlightnet.models import Forecaster, Seq2Seq
+from ndlightnet.models import AutoregressiveTTS, Forecaster, ParallelTTS, Seq2Seq
 from ndlightnet.nn.layers import GridLayer
 from ndlightnet.nn.mixers.base import Mixer
 
@@ -19,6 +19,7 @@ from ndlightnet.nn.mixers.base import Mixer
 SPACES = {1: (37,), 2: (9, 14), 3: (9, 5, 6), 4: (3, 5, 4, 6), 5: (5, 2, 3, 2, 3)}
 SMALL = {"patch_size": 2, "embed_dim": 16, "depth": 2, "tpe_states": 4}
 HYBRID = {"widths": (4, 8, 16), "convs": (1, 1, 0), "depths": (0, 0, 1), "size": "hybrid", "deep_supervision": True}
+SPEECH = {"embed_dim": 16, "depth": 1, "decoder_depth": 2, "tpe_states": 4}
 image, unet = partial(NDLightNet, **SMALL), partial(NDLightUNet, widths=(8, 16, 24), depths=(0, 1, 1))
 
 
@@ -56,6 +57,13 @@ NETS: dict[str, tuple[partial[nn.Module], Inputs]] = {
         partial(Seq2Seq, 11, embed_dim=16, depth=1, decoder_depth=2, tpe_states=4),
         lambda batch: (torch.randint(11, (batch, 8)), torch.randint(11, (batch, 5))),
     ),
+    **{
+        net.__name__: (
+            partial(net, 11, 5, **SPEECH),
+            lambda batch: (torch.randint(11, (batch, 6)), torch.randn(batch, 19, 5)),
+        )
+        for net in (AutoregressiveTTS, ParallelTTS)
+    },
 }
 PACK = (partial(image, 2, 2, 3), lambda batch: (pack([torch.randn(2, 6, 4), torch.randn(2, 6, 3)], 2),))
 networks = pytest.mark.parametrize("make, inputs", NETS.values(), ids=NETS)
@@ -73,7 +81,7 @@ def drawn(make: partial[nn.Module]) -> nn.Module:
 
 def outputs(net: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     out = net(*inputs)
-    return out if isinstance(out, list) else [out]
+    return [out] if isinstance(out, Tensor) else [y for y in out if y.is_floating_point()]
 
 
 def gradients(net: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -100,7 +108,8 @@ def test_every_parameter_trains_and_samples_do_not_see_each_other(close, make, i
     for name, g in gradients(net.train(), xs).items():
         assert g.isfinite().all() and g.any(), name
     net.eval()
-    close(net(*(x[1:] for x in xs)), net(*xs)[1:], 1e-4)
+    for x, y in zip(outputs(net, tuple(x[1:] for x in xs)), outputs(net, xs), strict=True):
+        close(x, y[1:], 1e-4)
 
 
 @networks
@@ -126,7 +135,7 @@ def test_autocast_is_close_to_float32(make, inputs):
 
 
 # the others are not called with checkpoints, or not by their mixers' `forward`, which is counted
-OTHERS = ("Forecaster", "Seq2Seq", "DiT, tokens")
+OTHERS = ("Forecaster", "Seq2Seq", "AutoregressiveTTS", "ParallelTTS", "DiT, tokens")
 RECOMPUTED = {name: case for name, case in NETS.items() if name not in OTHERS} | {"a pack": PACK}
 
 

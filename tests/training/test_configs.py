@@ -109,6 +109,8 @@ def batch_for(cli: training.TaskCLI):
     if isinstance(task, training.SummaryTask):
         words = [torch.randint(net.vocab_size, (n,)) for n in (9, 14)]
         return data.collate([(x, x[:5], i) for i, x in enumerate(words)])
+    if isinstance(task, training.TTSTask):
+        return data.collate([(torch.randint(256, (n,)), torch.randn(3 * n, net.bands), i) for i, n in ((0, 9), (1, 7))])
     if isinstance(task, training.CompletionTask):
         return data.collate(
             [(torch.randn(n, 3), torch.randn(20, 3), torch.tensor(1.0), i) for i, n in ((0, 9), (1, 9))]
@@ -218,6 +220,8 @@ def agrees_with_its_data(cli: training.TaskCLI, config: str) -> None:
     elif isinstance(data, training.SummaryData):
         tokens = VOCABULARY if isinstance(data, training.MadeNotes) else tokens_of(data, config)
         assert net.vocab_size >= (tokens or 0)
+    elif isinstance(task, training.TTSTask):
+        assert (net.vocab_size, net.bands) == (256, data.scale.bands)
     elif isinstance(task, training.CompletionTask):
         assert not isinstance(data, training.MadeShapes) or net.points == (1 - data.keep) * data.points
     elif isinstance(task, training.PointClsTask):

@@ -16,6 +16,7 @@ import yaml
 from torch.utils._pytree import tree_leaves
 
 from ndlightnet import training
+from ndlightnet.data.made.babble import make_babble
 from ndlightnet.data.made.digits import make_moving_digits
 from ndlightnet.data.made.shapes import make_shapes
 from ndlightnet.data.series.regular_series import write_series
@@ -58,6 +59,11 @@ KINDS = {
         training.SummaryTask,
         "models.Seq2Seq, {vocab_size: 256, embed_dim: 8, depth: 1, decoder_depth: 1, dropout: 0.2}",
         "SummaryData, {batch_size: 4, val: 0.2}",
+    ),
+    "speech": (
+        training.TTSTask,
+        "models.ParallelTTS, {embed_dim: 8, depth: 1, decoder_depth: 1, dropout: 0.2, bands: 8}",
+        "SpeechData, {batch_size: 4, validation: 0.2, test: 2, rate: 8000, window: 256, step: 100, bands: 8}",
     ),
     "clouds": (
         training.CompletionTask,
@@ -146,6 +152,8 @@ def write(kind: str, root: Path) -> Path:
     rng = np.random.default_rng(0)
     if kind == "video":
         return make_moving_digits(root, 18, 6, frames=6, size=24, progress=False)
+    if kind == "speech":
+        return make_babble(root, 14, progress=False)
     if kind == "generation":
         arrays, root = {}, root.with_suffix(".npz")
         for split, count in (("train", 30), ("test", 6)):

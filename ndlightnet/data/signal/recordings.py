@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError, readable
-from ndlightnet.data.media import open_media
+from ndlightnet.data.signal.sound import read_audio
 
 TEST_TAKES = 5
 RATE = 8000  # samples a second, those of the Free Spoken Digit Dataset
@@ -38,30 +38,6 @@ class Recordings:
         order = sorted(range(len(self.takes)), key=lambda i: (self.digits[i], self.takes[i]))
         train = [i for i in order if self.takes[i] >= TEST_TAKES]
         return train, [i for i in order if self.takes[i] < TEST_TAKES]
-
-
-def read_audio(path: Path, rate: int | None = None) -> tuple[Tensor, int]:
-    """Read a file of one channel: (samples,) int16 and its rate; one of any form if it is to be converted to a `rate`.
-    DataError if it cannot be read."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    with readable(path), open_media(str(path)) as file:
-        if not file.streams.audio:
-            raise DataError(f"{path}: has no audio stream")
-        frames = list(file.decode(audio=0))
-        if rate is None:
-            rate = int(file.streams.audio[0].rate)
-        elif frames:
-            from av import AudioResampler
-
-            converter = AudioResampler("s16", "mono", rate)
-            frames = [frame for piece in (*frames, None) for frame in converter.resample(piece)]
-    blocks = [frame.to_ndarray().reshape(-1) for frame in frames]
-    if not blocks:
-        raise DataError(f"{path}: has no samples")
-    if any(block.dtype != np.int16 or len(block) != frame.samples for block, frame in zip(blocks, frames, strict=True)):
-        raise DataError(f"{path}: expected one channel of 16 bits a sample")
-    return torch.from_numpy(np.concatenate(blocks)), rate
 
 
 def read_recordings(folder: str | Path) -> Recordings:

@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 from ndlightnet.data.signal import recordings
-from ndlightnet.data.signal.recordings import SignalDataset, log_spectrum, read_audio, read_recordings
+from ndlightnet.data.signal.recordings import SignalDataset, log_spectrum, read_recordings
+from ndlightnet.data.signal.sound import read_audio
 
 from ..refusals import refuses
 

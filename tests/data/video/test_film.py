@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ndlightnet.data.video.video_files as video
-from ndlightnet.data.signal.recordings import read_audio
+from ndlightnet.data.signal.sound import read_audio
 from ndlightnet.data.video.film import Display
 from ndlightnet.data.video.video_decoders import Decoder, decoders
 from ndlightnet.data.video.video_files import PyAVReader, Sample, SeekingReader, check_videos, quickest

@@ -1,0 +1,205 @@
+"""Recordings of speech with their texts, and texts to speak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ndlightnet.data.errors import DataError, check_unique, readable
+from ndlightnet.data.folders import list_files
+from ndlightnet.data.made.babble import make_babble
+from ndlightnet.data.signal.sound import SOUNDS, MelScale, read_audio
+from ndlightnet.data.text.tokenizer import ByteTokenizer
+from ndlightnet.data.threads import in_threads
+from ndlightnet.training.core.data_module import DataModule, held_out
+from ndlightnet.training.core.options import check
+
+TABLE = "metadata.csv"
+
+
+class Spoken(NamedTuple):
+    """A batch: letters (batch, length) int64 and mask; spectra (batch, frames, bands), each band of mean 0 and standard
+    deviation 1 over the training, and frame_mask; masks are False for padding, at the end; numbers (batch,)."""
+
+    text: Tensor
+    mask: Tensor
+    spectra: Tensor
+    frame_mask: Tensor
+    numbers: Tensor
+
+
+class Line(NamedTuple):
+    """A text to speak: what its results are called, and the text."""
+
+    name: str
+    text: str
+
+
+def collate_spoken(items: Sequence[tuple[Tensor, Tensor, int]]) -> Spoken:
+    """Return the batch of samples (letters (length,), spectrum (frames, bands), number)."""
+    texts, spectra, numbers = zip(*items, strict=True)
+    padded = []
+    for sequences in (texts, spectra):
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        padded += [pad_sequence([*sequences], batch_first=True), torch.arange(int(lengths.max())) < lengths[:, None]]
+    text, mask, spectrum, frame_mask = padded
+    return Spoken(text, mask, spectrum, frame_mask, torch.tensor(numbers))
+
+
+def letters_of(text: str) -> Tensor:
+    """Return the bytes of a text in small letters, (length,) int64, with spaces alike, between two ends."""
+    end = ByteTokenizer.end
+    return torch.tensor([end, *" ".join(text.lower().split()).encode(), end])
+
+
+class SpeechData(DataModule):
+    """Recordings with their texts, as LJ Speech has them: metadata.csv, lines `NAME|text` or `NAME|text|text in words`,
+    of which the last is read; and NAME.wav, .flac, .ogg or .mp3, in the folder or below it, of any rate and number of
+    channels. The last recordings are the test.
+
+    Args:
+        root: the folder.
+        rate, window, step, bands: of the spectra, see `MelScale`.
+        test: number of recordings of the test. validation: fraction of the others that chooses the best checkpoint; 0:
+            none.
+        batch_size: recordings in a batch, padded to the longest of it.
+        workers: processes that prepare batches.
+        input: for predict: a text of which each line that is not blank is spoken, or a folder of texts.
+    """
+
+    collate = staticmethod(collate_spoken)
+
+    def __init__(
+        self,
+        root: str,
+        rate: int = 22050,
+        window: int = 1024,
+        step: int = 256,
+        bands: int = 80,
+        test: int = 20,
+        validation: float = 0.05,
+        batch_size: int = 16,
+        workers: int = 0,
+        input: str | None = None,
+    ) -> None:
+        super().__init__(root, batch_size, workers, input)
+        for name, value in {"rate": rate, "window": window, "step": step, "bands": bands, "test": test}.items():
+            check(f"data.{name}", value, value > 0, "1 or more")
+        check("data.step", step, step <= window, f"at most window={window}")
+        check("data.validation", validation, 0 <= validation < 1, "a fraction below 1")
+        self.scale, self.test, self.validation = MelScale(rate, window, step, bands), test, validation
+        self.mean, self.deviation = torch.empty(0), torch.empty(0)
+        self.lines: list[Line] = []
+        self.unreadable: list[str] = []
+
+    def names(self) -> dict[str, list[Any]]:
+        """The scale of the spectra and what they are normalised by, after a training has begun."""
+        if not len(self.mean):
+            return {}
+        scale = [self.scale.rate, self.scale.window, self.scale.step, self.scale.bands]
+        return {"scale": scale, "mean": self.mean.tolist(), "deviation": self.deviation.tolist()}
+
+    def set_names(self, names: dict[str, list[Any]]) -> None:
+        self.scale = MelScale(*names["scale"])
+        self.mean, self.deviation = torch.tensor(names["mean"]), torch.tensor(names["deviation"])
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage in ("test", "predict"):
+            return  # what spectra are normalised by is that of the training before, or comes with the checkpoint
+        spectra = self._spectra(False)
+        held = {[*spectra][place] for place in held_out(self.validation, len(spectra))}
+        frames = torch.cat([spectrum for number, spectrum in spectra.items() if number not in held])
+        self.mean, self.deviation = frames.mean(0), frames.std(0).clamp(min=1e-3)
+        self.train_set = self._samples({n: x for n, x in spectra.items() if n not in held})
+        self.val_set = self._samples({n: x for n, x in spectra.items() if n in held})
+
+    def _spectra(self, tests: bool) -> dict[int, Tensor]:
+        """Read the recordings of the test, or the others, and return their spectra by their numbers."""
+        self.lines = read_lines(self.root / TABLE)
+        if len(self.lines) <= self.test:
+            raise DataError(f"{self.root / TABLE}: {len(self.lines)} recordings, expected more than test={self.test}")
+        files = {Path(file).stem: Path(file) for file in list_files(self.root, SOUNDS)}
+        first = len(self.lines) - self.test
+        numbers = range(first, len(self.lines)) if tests else range(first)
+
+        def spectrum(number: int) -> Tensor:
+            name, text = self.lines[number]
+            if name not in files:
+                raise DataError(f"{self.root}: has no recording {name}.wav, .flac, .ogg or .mp3 of {TABLE}")
+            spectrum, letters = self.scale.spectrum(read_audio(files[name], self.scale.rate)[0]), len(letters_of(text))
+            if len(spectrum) < letters:
+                raise DataError(f"{files[name]}: {len(spectrum)} frames, expected one or more of its {letters} letters")
+            return spectrum
+
+        return dict(zip(numbers, in_threads(spectrum, numbers, "recordings"), strict=True))
+
+    def _samples(self, spectra: dict[int, Tensor]) -> list[tuple[Tensor, Tensor, int]]:
+        return [
+            (letters_of(self.lines[number].text), (spectrum - self.mean) / self.deviation, number)
+            for number, spectrum in spectra.items()
+        ]
+
+    def test_dataloader(self) -> Any:
+        if not len(self.mean):
+            raise DataError("--ckpt_path: test expects the checkpoint of a training, got none")
+        return self.still_loader(self._samples(self._spectra(True)))
+
+    def predict_dataloader(self) -> Any:
+        path = Path(self.check_input("a text or a folder of texts to speak", len(self.mean) > 0))
+        self.lines, self.unreadable = [], []
+        for file in map(Path, list_files(path)):
+            try:
+                with readable(file):
+                    texts = [text for text in file.read_text("utf-8-sig").splitlines() if text.strip()]
+                if not texts:
+                    raise DataError(f"{file}: is blank, expected a text")
+            except DataError as error:
+                self.unreadable.append(str(error))
+                continue
+            name = file.relative_to(path).as_posix() if path.is_dir() else file.name
+            self.lines += [Line(f"{name}_{number}", text) for number, text in enumerate(texts, 1)]
+        if not self.lines:
+            raise DataError("; ".join(self.unreadable))
+        empty = torch.zeros(1, self.scale.bands)
+        return self.still_loader([(letters_of(line.text), empty, n) for n, line in enumerate(self.lines)])
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Return the names and texts of a metadata.csv. DataError, with the line, for one that is none."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    with readable(path):
+        rows = path.read_text("utf-8-sig").splitlines()
+    lines = []
+    for number, row in enumerate(rows, 1):
+        fields = [field.strip() for field in row.split("|")]
+        if row.strip():
+            if not 2 <= len(fields) <= 3 or not all((fields[0], fields[-1])):
+                raise DataError(f"{path}, line {number}: expected NAME|text or NAME|text|text in words")
+            lines.append(Line(fields[0], fields[-1]))
+    if not lines:
+        raise DataError(f"{path}: has no lines")
+    check_unique(path, [line.name for line in lines])
+    return lines
+
+
+class MadeBabble(SpeechData):
+    """Made words, see ndlightnet.data.made.babble, which are spoken under `root` if they are not there yet.
+
+    clips: number of recordings, those of the test among them.
+    """
+
+    def __init__(self, root: str, clips: int = 420, **kwargs: Any) -> None:
+        super().__init__(root, **kwargs)
+        check("data.clips", clips, clips > self.test, f"more than test={self.test}")
+        self.clips = clips
+
+    def prepare_data(self) -> None:
+        if self.trainer is None or not self.trainer.predicting:
+            make_babble(self.root, self.clips)
