@@ -17,6 +17,7 @@ ROOMS = [ROOT / room / "README.md" for room in ROOM_NAMES]
 PAGES = [
     *ROOMS,
     ROOT / "ndlightnet" / "DESIGN.md",
+    ROOT / "ndlightnet" / "PAPERS.md",
     ROOT / "tasks" / "evidence" / "README.md",
     ROOT / "tests" / "README.md",
     ROOT / ".github" / "CONTRIBUTING.md",
