@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from torch import Tensor
 
 from ndlightnet.training.report import figures
@@ -79,6 +80,9 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
         if panel.ylog:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
+            low, high = axes.get_ylim()
+            if high < 30 * low:  # else no tick, or a single one
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         if panel.ylim:
             axes.set_ylim(panel.ylim)
     finish(every)
