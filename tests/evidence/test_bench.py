@@ -2,14 +2,18 @@
 
 import csv
 import json
+import time
 
 import pytest
 import torch
 
 import bench as command
+from ndlightnet.nn import mixers
+from ndlightnet.nn.mixers.base import StreamingMixer
 from ndlightnet.ops import Position, axis_scan, global_attention
 from ndlightnet_evidence.bench import (
     attention_rows,
+    length_rows,
     network_rows,
     operator_rows,
     output,
@@ -208,6 +212,86 @@ def test_a_sweep_times_every_row(tmp_path, monkeypatch, capsys):
     expected = {(name, direction) for name in names for direction in ("fwd", "fwd+bwd")}
     assert timed == expected | {("stream, tokens a call", "fwd")}
     assert "| local, radius " in capsys.readouterr().out and (tmp_path / "sweep.png").stat().st_size > 5_000
+
+
+def tiny(monkeypatch):
+    monkeypatch.setattr(length_rows, "TOKENS", {"cpu": 64})
+    monkeypatch.setattr(length_rows, "LENGTHS", [16, 32, 64, 128])
+    monkeypatch.setattr(length_rows, "SIZES", {"cpu": (16, 2)})
+
+
+@pytest.mark.slow
+def test_lengths_draw_layers_and_states_that_do_not_grow(tmp_path, monkeypatch, capsys):
+    tiny(monkeypatch)
+    assert command.main(["lengths", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    cells = json.loads((tmp_path / "bench.json").read_text())["cells"]
+    streaming = {name for name in mixers.__all__ if issubclass(getattr(mixers, name), StreamingMixer)} - {"Identity"}
+    causal = {f"{name}, causal" for name in streaming | {"SoftmaxAttention"}}
+    windows = {f"{kind}, window {w}" for kind in ("LAVO", "WindowAttention") for w in (16, 32, 64, 128)}
+    layers = causal | windows | {"LightNetAttention, global", "SoftmaxAttention, global"}
+    for direction, names in (("fwd+bwd", layers), ("fwd", causal)):
+        timed = {(c["row"], c["length"]) for c in cells if c["pass"] == direction and c["ms"]}
+        assert timed == {(name, n) for name in names for n in (16, 32, 64)}
+    assert all(c["batch"] * c["length"] == 64 for c in cells if c["pass"] == "fwd+bwd")
+    sizes = {name: [c["mb"] for c in cells if (c["row"], c["pass"]) == (name, "fwd")] for name in causal}
+    assert sizes.pop("SoftmaxAttention, causal") == [2 * n * 16 * 4 / 1e6 for n in (16, 32, 64)]
+    assert all(len(set(each)) == 1 and each[0] > 0 for each in sizes.values())
+    assert "| state of a sequence, MB " in capsys.readouterr().out and (tmp_path / "lengths.png").stat().st_size > 5_000
+
+
+def test_what_is_too_slow_or_large_is_left_out_with_a_mark(bench, monkeypatch):
+    """At the length where it happens and at longer ones; an error is none of these."""
+    tiny(monkeypatch)
+    bench.quick = False
+    results = {"LAVO": [0.1, 0.4, 0.1], "GLA": [0.1, torch.OutOfMemoryError("too large")], "S5": [KeyError("x")]}
+
+    def timed(call, *_):
+        result = results[call].pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return timing.Timing(1e3 * result, "graph")
+
+    monkeypatch.setattr(rows, "time_calls", timed)
+    for name in results:
+        row = length_rows.Row(name, getattr(mixers, name), False)
+        length_rows._over_lengths(bench, row, "fwd+bwd", lambda row, *_: row.name, time.monotonic() + 9)
+    late = length_rows.Row("TNL", mixers.TNL, False)
+    length_rows._over_lengths(bench, late, "fwd+bwd", lambda row, *_: row.name, time.monotonic() - 1)
+    assert [(c["row"], c["length"], c["ms"], c["mode"], c["note"].partition(":")[0]) for c in bench.cells] == [
+        ("LAVO", 16, 100, "graph", ""),
+        ("LAVO", 32, 400, "graph", ""),
+        ("LAVO", 64, None, "left out", "slow"),
+        ("GLA", 16, 100, "graph", ""),
+        ("GLA", 32, None, "left out", "out of memory"),
+        ("S5", 16, None, "", "KeyError"),
+        ("TNL", 16, None, "left out", "late"),
+    ]
+    marks = {line.split("|")[2].strip(): line for line in length_rows.table(bench.cells).splitlines()}
+    assert "slow" in marks["LAVO"] and "out of memory" in marks["GLA"] and "late" in marks["TNL"]
+
+
+@pytest.mark.parametrize("kind", [mixers.SoftmaxAttention, mixers.LightNetAttention, mixers.WindowAttention])
+def test_a_step_of_decoding_is_the_last_token_of_the_causal_form(bench, monkeypatch, kind):
+    """After 32 tokens and the last one once more; the cache of softmax holds the last one already."""
+    tiny(monkeypatch)
+    row = length_rows.Row("x", kind, True)
+    torch.manual_seed(0)
+    (call,) = length_rows._step(row, bench, 32, {}, "", lambda call: call)
+    torch.manual_seed(0)
+    net, x = row.build(bench).eval(), torch.randn(1, 32, 16)
+    softmax = kind is mixers.SoftmaxAttention
+    expected = net(x if softmax else torch.cat([x, x[:, -1:]], 1), causal=True)[:, -1:]
+    y = call() if softmax else call()[0]
+    torch.testing.assert_close(y, expected.expand(length_rows.SEQUENCES, -1, -1))
+
+
+def test_a_training_pass_reaches_all_weights(bench, monkeypatch):
+    tiny(monkeypatch)
+    row = length_rows.Row("x", mixers.LAVO, False, 4)
+    (call,) = length_rows._layer(row, bench, 16, {}, "", lambda call: call)
+    shapes = [(4, 16, 16), *(tuple(w.shape) for w in row.build(bench).parameters())]
+    grads = call()
+    assert [tuple(g.shape) for g in grads] == shapes and all(g.any() for g in grads)
 
 
 @pytest.mark.slow

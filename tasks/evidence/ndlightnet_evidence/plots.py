@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from torch import Tensor
 
 from ndlightnet.training.report import figures
@@ -58,10 +59,12 @@ class Panel:
 
 
 def draw(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw panels with one legend. A line of one name has one style in all panels."""
-    picture = figure(4.4 * len(panels) + 3, 4.2)
-    every = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    """Draw panels with one legend, and one scale if their y labels agree. A line of one name has one style."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    columns = 1 + (len(names) - 1) // 20  # of the legend: more names than 20 are higher than the panels
+    picture = figure(4.4 * len(panels) + 3 * columns, 4.2)
+    one_scale = len({panel.ylabel for panel in panels}) == 1
+    every = picture.subplots(1, len(panels), sharey=one_scale, squeeze=False)[0]
     for axes, panel in zip(every, panels, strict=True):
         for name, line in panel.lines.items():
             style = line_style(names.index(name))
@@ -77,11 +80,14 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
         if panel.ylog:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
+            low, high = axes.get_ylim()
+            if high < 30 * low:  # else no tick, or a single one
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         if panel.ylim:
             axes.set_ylim(panel.ylim)
     finish(every)
     lines = {line.get_label(): line for axes in every for line in axes.lines}
-    picture.legend(lines.values(), lines, loc="outside right center", frameon=False, fontsize=9)
+    picture.legend(lines.values(), lines, loc="outside right center", frameon=False, fontsize=9, ncols=columns)
     save(picture, path)
 
 

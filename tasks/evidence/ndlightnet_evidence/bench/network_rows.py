@@ -62,12 +62,17 @@ def updates(net: nn.Module, loss: Callable[[], Tensor]) -> tuple[Call, Call]:
 def record_memory(bench: Bench, name: str, backward: Call, tokens: int) -> None:
     """Record the peak memory of the forward and backward pass above weights and gradients."""
     if bench.device.type == "cuda":
-        backward()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        backward()
-        torch.cuda.synchronize()
-        bench.facts[f"{name}: peak kB a token"] = (torch.cuda.max_memory_allocated() - before) / tokens / 1e3
+        bench.facts[f"{name}: peak kB a token"] = peak_bytes(backward) / tokens / 1e3
+
+
+def peak_bytes(call: Call) -> int:
+    """Return the most memory of the CUDA device that a second call takes above that in use before."""
+    call()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def step(bench: Bench, grid: tuple[int, int, int] = (32, 32, 32), dim: int = 384, depth: int = 12) -> None:

@@ -95,7 +95,7 @@ class Bench:
         sets = [inputs()]
         floor = 1e3 * floor_bytes / self.rate()
         self._keep(case, direction, "floor", Timing(floor, "", f"{floor_bytes / 1e6:.1f} MB"), floor)
-        sets += [inputs() for _ in range(_sets(sets[0]) - 1)]
+        sets += [inputs() for _ in range(cold_sets(sets[0]) - 1)]
 
         def prepare(run: Callable[..., Any]) -> list[Call]:
             return [CALLS[direction](run, tensors) for tensors in sets]
@@ -159,7 +159,7 @@ class Bench:
         self.cells.append({"group": self.group, **case._asdict(), "pass": direction, "who": who, **times})
 
 
-def _sets(tensors: tuple[Tensor, ...]) -> int:
+def cold_sets(tensors: tuple[Tensor, ...]) -> int:
     """Return how many sets of inputs fill four times the cache of the card."""
     if tensors[0].device.type != "cuda":
         return 1

@@ -13,11 +13,12 @@ from torch import Tensor
 
 Call = Callable[[], Any]
 SLOW = 0.2  # seconds of a call from which on launches cost little, and a graph much memory
+LEFT_OUT = "left out"  # mode of what is too slow or too large
 LAP = 0.01  # seconds between two events, at least; of a CPU's calls ten times as many
 
 
 class Timing(NamedTuple):
-    """Time of a call. ms: median, on a CPU the least, None if it has no time. mode: "graph" or "eager"."""
+    """Time of a call. ms: median, on a CPU the least, None if it has no time. mode: "graph", "eager" or LEFT_OUT."""
 
     ms: float | None
     mode: str
