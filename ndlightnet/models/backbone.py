@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -58,9 +58,9 @@ class NDLightNet(Pretrained, Large):
         mixer: a name of ndlightnet.nn.mixers, such as "GLA", {name: arguments}, a function of the width that returns
             a mixer, or a list of one for each layer; for text, text_mixer. If its signature names `dims`, `layer` or
             `causal`, it is called with the number of axes, the index of the layer or the argument below, too.
-        tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: scan forward and backward
-            along each axis (except the first one if causal); default: True unless causal on one axis. False is the
-            paper's form, forward only.
+        tpe: MD-TPE after the embedding: its sum is added to the tokens, each axis scanned forward and backward (except
+            the first one if causal); "published": the paper's form, in their place and forward only. tpe_states: its
+            states per axis.
         drop_rate: dropout before the head. drop_path_rate: stochastic depth, growing to this in the last block.
         dropout: of the embedded tokens and of what each mixer and MLP adds to them, as in language models.
         causal: along the first axis: a token sees its frame (a step of that axis, `patch_size` long) and those before
@@ -105,9 +105,8 @@ class NDLightNet(Pretrained, Large):
         depth: int = 12,
         stem_blocks: int = 0,
         mixer: Factories = LightNetAttention,
-        tpe: bool = True,
+        tpe: bool | Literal["published"] = True,
         tpe_states: int = 128,
-        tpe_bidirectional: bool | None = None,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         dropout: float = 0.0,
@@ -145,9 +144,9 @@ class NDLightNet(Pretrained, Large):
                 patch_size = max(1, round(256 ** (1 / dims)))
             shape = dims, in_chans, patch_size, embed_dim
             self.embed = ConvStem(*shape, stem_blocks) if stem_blocks else Patchify(*shape)
-        if tpe_bidirectional and causal and dims == 1:
-            raise ValueError("tpe_bidirectional=True with causal=True on one axis: later tokens would be seen")
-        self.tpe = MDTPE(dims, embed_dim, tpe_states, tpe_bidirectional is not False, causal) if tpe else None
+        if tpe not in (True, False, "published"):
+            raise ValueError(f"tpe={tpe!r}: expected True, False or 'published'")
+        self.tpe = MDTPE(dims, embed_dim, tpe_states, tpe == "published", causal) if tpe else None
         self.embed_drop = nn.Dropout(dropout) if dropout else nn.Identity()
         rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.ModuleList(
@@ -618,6 +617,6 @@ def shaped(x: Tensor, layout: Layout, form: str) -> Any:
 
 
 # the three sizes of the paper; not partial of partial, whose arguments mypy does not check
-ndlightnet_tiny = partial(NDLightNet, depth=12, mixer=published_mixer, embed_dim=192)
-ndlightnet_small = partial(NDLightNet, depth=12, mixer=published_mixer, embed_dim=384)
-ndlightnet_base = partial(NDLightNet, depth=12, mixer=published_mixer, embed_dim=768)
+ndlightnet_tiny = partial(NDLightNet, depth=12, mixer=published_mixer, tpe="published", embed_dim=192)
+ndlightnet_small = partial(NDLightNet, depth=12, mixer=published_mixer, tpe="published", embed_dim=384)
+ndlightnet_base = partial(NDLightNet, depth=12, mixer=published_mixer, tpe="published", embed_dim=768)

@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         mixers = layer_factories("decoder_mixer", mixer, depth, dims=1, causal=True)
         # without `dims`: a layer that reads another source mixes nothing locally
         crosses = layer_factories("cross", cross, depth, dims=None)
-        self.tpe = MDTPE(1, dim, tpe_states, False, True) if tpe_states else None
+        self.tpe = MDTPE(1, dim, tpe_states, causal=True) if tpe_states else None
         self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
         self.blocks = nn.ModuleList(
             CrossBlock(dim, *pair, dropout=dropout) for pair in zip(mixers, crosses, strict=True)

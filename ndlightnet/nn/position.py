@@ -59,27 +59,22 @@ class MDLRPE(Initialized):
 
 
 class MDTPE(Initialized):
-    """MD-TPE: x + the sum over axes of a learnt exponential Toeplitz product (LightNet, Eq. 9).
+    """MD-TPE: x + the sum over axes of a learnt exponential Toeplitz product (LightNet, arXiv 2405.21022, Eq. 9).
 
-    The paper's form scans forward only and replaces x; this one adds to x and scans forward and backward with half the
-    states each, so that the number of parameters stays the paper's: states * (dim + 1) per axis. causal: the first axis
-    is scanned forward only, with half the states if other axes are scanned both forward and backward.
+    Scanned forward and backward with half the states each, so that the number of parameters stays the paper's: states *
+    (dim + 1) per axis. causal: the first axis is scanned forward only, with half the states if other axes are scanned
+    both forward and backward. published: the paper's form, the sum in place of x, every axis scanned forward only:
+    y_n = sum over axes a of sum_(m <= n_a) sum_t c_(a, t) lambda_(a, t)^(n_a - m) x_(n_1, ..., m, ..., n_D).
     """
 
     undecayed = ("coef", "logit")
 
     def __init__(
-        self,
-        dims: int,
-        dim: int,
-        states: int = 128,
-        bidirectional: bool = True,
-        causal: bool = False,
-        impl: Impl = "auto",
+        self, dims: int, dim: int, states: int = 128, published: bool = False, causal: bool = False, impl: Impl = "auto"
     ) -> None:
         super().__init__()
-        self.impl, self.dims = impl, dims
-        backward = dims - causal if bidirectional else 0  # axes with a backward scan
+        self.impl, self.dims, self.published = impl, dims, published
+        backward = 0 if published else dims - causal  # axes with a backward scan
         directions = 2 if backward else 1
         if states < directions or states % directions:
             raise ValueError(f"states={states}: expected a positive multiple of {directions}")
@@ -127,7 +122,7 @@ class MDTPE(Initialized):
                 reverse,
                 grid.flatten_mask(mask),
                 layout=grid,
-                residual=True,
+                residual=not self.published,
                 products=products,
                 dtype=dtype,
                 impl=self.impl,
@@ -142,7 +137,7 @@ class MDTPE(Initialized):
     def advance(self, x: Tensor, state: Tensor, layout: Grid | None = None) -> tuple[Tensor, Tensor]:
         """Encode the next frames (batch, frames, *space, dim); return them and the next state."""
         if len(self.coef) == 2 * self.dims:
-            raise ValueError("advance: expected an MDTPE(causal=True) or bidirectional=False")
+            raise ValueError("advance: expected an MDTPE(causal=True) or published=True")
         grid, before, products = layout or layout_of_tokens(x), state.flatten(0, -3), product_dtype(x)
         with exact(x):
             (coef, log_decay), reverse = self.weights()
@@ -153,7 +148,7 @@ class MDTPE(Initialized):
             else:
                 y = line_scan(lines, coef[0], log_decay[0], before)
                 after = line_state(lines, log_decay[0], before)
-            out = x + grid.unlines(y, 0)
+            out = grid.unlines(y, 0) if self.published else x + grid.unlines(y, 0)
             if grid.ndim > 1:
                 frame, within = x.flatten(0, 1), grid.frame()
                 options: Any = {"layout": within, "products": products, "impl": self.impl}

@@ -16,6 +16,7 @@ from ndlightnet_evidence.line import Line
 CONFIGS = Path(__file__).parents[2] / "tasks/evidence/configs"
 NETS = {
     "ladder/text": {"dims": 1, "vocab_size": 256, "causal": True, "depth": 6, "embed_dim": 96},
+    "ladder/language": {"dims": 1, "vocab_size": 256, "causal": True, "depth": 1, "embed_dim": 96},
     "ladder/grids": {"dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 1, "depth": 1, "embed_dim": 96},
     "images/pathfinder": {"dims": 2, "in_chans": 1, "num_classes": 2, "patch_size": 1, "depth": 6, "embed_dim": 128},
     "images/cifar10": {"dims": 2, "num_classes": 10, "patch_size": 4, "depth": 1, "embed_dim": 96},
@@ -68,6 +69,33 @@ def test_a_row_of_a_file_builds_its_network(file, row):
     net = catalogue.network({"class_path": "ndlightnet.NDLightNet", "init_args": NETS[file]}, change)
     if "net" not in change:
         assert (net.tpe is None) == (change.get("tpe") is False) and len(net.blocks) == NETS[file]["depth"]
+
+
+@pytest.mark.parametrize(
+    "file, width, paper, before",
+    [
+        ("grids", 128, "LightNet as published", "published, "),
+        ("text", 384, "LightNet as published", "published, "),
+        ("language", 512, "LightNet", ""),
+    ],
+)
+def test_ablations_of_the_papers_network_change_one_thing(file, width, paper, before):
+    """What each adds to or takes from the parameters; all else has the same names and shapes."""
+    rows = catalogue.changes(CONFIGS / f"ladder/{file}.yaml", None)
+    changed = {"without MD-LRPE": "lrpe", "without MD-TPE": "tpe", "no share": "decay_proj"}
+    nets = {
+        row: catalogue.network(
+            {"class_path": "ndlightnet.NDLightNet", "init_args": NETS[f"ladder/{file}"] | {"embed_dim": width}},
+            rows[row],
+        )
+        for row in (paper, *(before + change for change in changed))
+    }
+    shapes = {row: {(name, p.shape) for name, p in net.named_parameters()} for row, net in nets.items()}
+    assert nets[paper].tpe.published
+    for change, part in changed.items():
+        different = shapes[paper] ^ shapes[before + change]
+        assert different and all(part in name.split(".") for name, _ in different)
+        assert change == "without MD-TPE" or nets[before + change].tpe.published
 
 
 def test_a_line_reads_a_picture_row_after_row(close):

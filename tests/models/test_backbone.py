@@ -65,8 +65,10 @@ def test_the_residual_stream_stays_in_float32_under_autocast():
         assert tiny(2, patch_size=2).forward_features(torch.randn(2, 2, *SIZES[2])).dtype == torch.float32
 
 
-def test_the_papers_position_code_scans_forward_only():
-    assert [len(tiny(2, tpe_bidirectional=way).tpe.coef) for way in (False, None)] == [2, 4]
+def test_the_papers_position_code_scans_forward_only_and_is_that_of_its_sizes():
+    assert [len(tiny(2, tpe=form).tpe.coef) for form in ("published", True)] == [2, 4]
+    for published in (ndlightnet_tiny, ndlightnet_small, ndlightnet_base):
+        assert published(2, device="meta").tpe.published and not tiny(2, device="meta").tpe.published
 
 
 def test_head_is_the_mean_over_tokens(close):

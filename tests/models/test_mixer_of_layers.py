@@ -89,7 +89,7 @@ def test_a_mixer_for_each_layer():
         ([LightNetAttention] * 3, r"mixer: a list of 3, expected one for each of 2 layers"),
         ([], r"mixer: a list of 0, expected one for each of 2 layers"),
         ([mixers.TNL, LightNetAttention(16)], r"mixer\[1\]=LightNetAttention\(\.\.\.\)"),
-        ([mixers.TNL, "TLN"], r"mixer\[1\]='TLN': did you mean 'TNL'\? expected one of .*TNL, Wi"),
+        ([mixers.TNL, "TLN"], r"mixer\[1\]='TLN': did you mean 'TNL'\? expected one of .*TNL, Un"),
         ("Nothing", r"mixer='Nothing': expected one of ABCAttention, .*WithLocal$"),
         ("gla", r"mixer='gla': did you mean 'GLA'\?"),
         ("torch.nn.GLA", r"mixer='torch.nn.GLA': did you mean 'GLA'\?"),

@@ -43,7 +43,7 @@ ARGUMENTS = [
         for value in (4.0, 0, "4", (2, 2, 2))
     ),
     (words, {"dims": 2}, "dims=2 with vocab_size=5: expected dims=1"),
-    (words, {"causal": True, "tpe_bidirectional": True}, "tpe_bidirectional=True with causal=True"),
+    (words, {"tpe": "both"}, "tpe='both': expected True, False or 'published'"),
     (image, {"mixer": SoftmaxAttention(16)}, r"mixer=SoftmaxAttention\(\.\.\.\): expected"),
     (stem, {"dims": 4, "patch_size": 2}, "dims=4 with stem_blocks: expected 1, 2 or 3, torch has no Conv"),
     (stem, {"patch_size": (3, 4)}, r"patch_size=\(3, 4\): expected powers of 2"),

@@ -43,7 +43,7 @@ NETWORKS = {
     "text mixer": ((23,), 1, {"mixer": partial(mixers.text_mixer, window=5), "embed_dim": 128, "depth": 3}),
     "no mixer": ((6, 4, 3), (2, 2, 3), {"mixer": Identity}),
     "no position": ((6, 4), 2, {"mixer": partial(attention, lrpe=None), "tpe": False}),
-    "the paper's one way": ((6, 4), 2, {"tpe_bidirectional": False}),
+    "the paper's one way": ((6, 4), 2, {"tpe": "published"}),
 }
 networks = pytest.mark.parametrize("name", NETWORKS)
 

@@ -34,6 +34,13 @@ def build(name: str, dim: int = 16, dims: int = 1, **options) -> nn.Module:
     return WithLocal(dim, kind, **local) if branch else kind(dim)
 
 
+def without_angles(mixer: nn.Module) -> nn.Module:
+    """Return a mixer that reads token by token with angles of 0: the order of tokens alone counts then."""
+    if hasattr(mixer, "lrpe"):
+        nn.init.constant_(mixer.lrpe.log_factor, float("-inf"))
+    return mixer
+
+
 WINDOWS = {  # grids and windows of WindowAttention
     (7,): 3,
     (130,): 5,

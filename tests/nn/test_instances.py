@@ -249,7 +249,7 @@ def test_cosformer_is_its_formula(close, case):
     close(m(x, context=None if source is x else source), y, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["CosformerAttention", "LrpeAttention"])
+@pytest.mark.parametrize("name", ["CosformerAttention", "LrpeAttention", "UnsharedLightNet"])
 def test_coordinates_that_cannot_be_shared(name):
     m, x = getattr(mixers, name)(16, 2), torch.randn(2, 9, 16)
     with pytest.raises(ValueError, match=r"context on a grid \(3, 3\), x on \(9,\)"):
@@ -304,6 +304,7 @@ COUNTS = {
     "KimiDeltaAttention": lambda d, h: 4 * d * d + 14 * d + h * d + 4 * d * d // h + d // h + h,
     "ABCAttention": lambda d, h: 4 * d * d + 64 * h * d,
     "SoftmaxAttention": lambda d, h: 4 * d * d + d // 2,
+    "UnsharedLightNet": lambda d, h: 4 * d * d + 2 * d * d // h + 2 * d * (d // 8) + 3 * d,
     "WindowAttention": lambda d, h: 4 * d * d + h * 7,
     "Mamba": lambda d, _: 6 * d * d + (6 * 16 + 4 * 3 + 14) * d,
     "S4": lambda d, _: 2 * d * d + 2 * 64 * d + 2 * d,

@@ -1,5 +1,6 @@
 """Layers around the mixers: blocks, patches, position codes; softmax attention is its formula."""
 
+import itertools
 import math
 
 import pytest
@@ -86,13 +87,12 @@ def test_patchify_masks_keep_a_token_with_any_real_cell():
 
 
 @grids
-@pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_mdtpe_adds_a_line_product_per_axis_and_way(close, shape, bidirectional, causal):
+def test_mdtpe_adds_a_line_product_per_axis_and_way(close, shape, causal):
     """lag 0 of the way back is not counted: a token sees itself once (maths.md 7.5)."""
     dims, dim = len(shape), 6
-    tpe, x = MDTPE(dims, dim, 8, bidirectional, causal), torch.randn(2, *shape, dim)
-    returning = range(causal, dims) if bidirectional else range(0)  # the axes that are gone back
+    tpe, x = MDTPE(dims, dim, 8, causal=causal), torch.randn(2, *shape, dim)
+    returning = range(causal, dims)  # the axes that are gone back
     states = 4 if returning else 8
     count = sum(p.numel() for p in tpe.parameters())
     assert count == (dims + len(returning)) * states * (dim + 1)
@@ -113,8 +113,32 @@ def test_mdtpe_adds_a_line_product_per_axis_and_way(close, shape, bidirectional,
         assert g.isfinite().all() and g.any()
 
 
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_published_mdtpe_is_its_double_sum_in_place_of_the_tokens(close, close_grads, shape, causal):
+    """y_n = sum over axes of the tokens m <= n on its line, times sum_t c_t (1 - lambda_t) lambda_t^(n - m)."""
+    tpe = MDTPE(len(shape), 5, 3, published=True, causal=causal).double()
+    x, mask = torch.randn(2, *shape, 5, dtype=torch.float64, requires_grad=True), torch.rand(2, *shape) < 0.7
+
+    def read(x, n):
+        y = 0
+        for axis, last in enumerate(n):
+            decay = tpe.logit[axis].sigmoid()
+            for m in range(last + 1):
+                weight = (tpe.coef[axis] * (1 - decay) * decay ** (last - m)).sum(-1)
+                y = y + weight * x[(slice(None), *n[:axis], m, *n[axis + 1 :])]
+        return y
+
+    for keep in (None, mask):
+        source = x if keep is None else x * keep[..., None]
+        expected = torch.stack([read(source, n) for n in itertools.product(*map(range, shape))], 1).reshape(x.shape)
+        close(tpe(x, keep), expected, 1e-11)
+        close_grads(tpe(x, keep), expected, (x, *tpe.parameters()), 1e-10)
+    assert sum(p.numel() for p in tpe.parameters()) == len(shape) * 3 * (5 + 1)
+
+
 @pytest.mark.parametrize("shape", [*GRIDS, (70,)], ids=str)
-@pytest.mark.parametrize("options", [{"causal": True}, {"bidirectional": False}], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {"published": True}], ids=str)
 @pytest.mark.parametrize("chunk", [1, 2, 65])
 def test_mdtpe_in_chunks_is_the_whole(close, shape, options, chunk):
     tpe, x = MDTPE(len(shape), 6, 8, **options), torch.randn(2, *shape, 6)
@@ -128,7 +152,7 @@ def test_mdtpe_in_chunks_is_the_whole(close, shape, options, chunk):
 
 
 def test_mdtpe_with_padding_on_the_left_is_the_rest_alone(close):
-    tpe, x = MDTPE(1, 6, 8, bidirectional=False), torch.randn(2, 70, 6)
+    tpe, x = MDTPE(1, 6, 8, causal=True), torch.randn(2, 70, 6)
     mask = torch.arange(70) > torch.tensor([[20], [-1]])
     close(tpe(x, mask)[0, 21:], tpe(x[:1, 21:])[0], 1e-5)
 

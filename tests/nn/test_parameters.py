@@ -21,6 +21,7 @@ UNDECAYED = {
     "S4": {"A_log", "A_imag"},
     "S5": {"A_log", "A_imag"},
     "SoftmaxAttention": {"lrpe.log_factor"},
+    "UnsharedLightNet": {"lrpe.log_factor"},
 }
 
 

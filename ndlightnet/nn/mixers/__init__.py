@@ -26,6 +26,7 @@ from ndlightnet.nn.mixers.s5 import S5
 from ndlightnet.nn.mixers.softmax import SoftmaxAttention
 from ndlightnet.nn.mixers.text import text_mixer as text_mixer
 from ndlightnet.nn.mixers.tnl import TNL
+from ndlightnet.nn.mixers.unshared import UnsharedLightNet
 from ndlightnet.nn.mixers.window import WindowAttention
 from ndlightnet.nn.mixers.with_local import WithLocal as WithLocal
 
@@ -50,6 +51,7 @@ __all__ = [
     "Mamba",
     "RandomFeatureAttention",
     "SoftmaxAttention",
+    "UnsharedLightNet",
     "WindowAttention",
 ]
 

@@ -93,8 +93,9 @@ class Keyed(Recurrent):
 
     def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
         """Let queries read the memory after the whole source, summed over the orders of a scan."""
-        memory = self.read_orders(context, source, mask, False)[2].sum(0)
-        inputs = self.inputs(nn.functional.pad(self.project(x), (0, 0, self.lookback, 0)), None)
+        memory = self.read_orders(context, source, mask, False)[2].sum(0)[..., : self.value_dim]
+        z = self.place(self.project(x), grid)
+        inputs = self.inputs(nn.functional.pad(z, (0, 0, self.lookback, 0)), None)
         with exact(memory):
             y = torch.einsum("blhk,bhkd->blhd", inputs.q.to(memory.dtype), memory)
         return self.output(inputs, y.to(inputs.v.dtype))

@@ -77,6 +77,10 @@ class Recurrent(StreamingMixer):
         """Compute what does not depend on the order: (..., dim) -> (..., width)."""
         return x
 
+    def place(self, z: Tensor, grid: Grid) -> Tensor:
+        """Add what depends on tokens' coordinates to what `project` returns, (batch, length, ...)."""
+        return z
+
     @abstractmethod
     def inputs(self, z: Tensor, mask: Tensor | None) -> Any:
         """Map projected tokens in order (batch, lookback + length, width) to the inputs of the
@@ -116,7 +120,7 @@ class Recurrent(StreamingMixer):
         if mask is not None:  # else NaN in the padding would leak
             x = x.masked_fill(~mask[..., None], 0)
             ordered = torch.cat([order.apply(mask) for order in orders])
-        z = self.project(x)
+        z = self.place(self.project(x), grid)
         # all orders are samples of one batch, which takes as many steps as one order
         lines = torch.cat([order.apply(z) for order in orders])
         inputs = self.inputs(nn.functional.pad(lines, (0, 0, self.lookback, 0)), ordered)
@@ -144,7 +148,7 @@ class Recurrent(StreamingMixer):
         return RecurrentState(tail, self.initial_memory(batch, device))
 
     def step(self, x: Tensor, grid: Grid, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
-        z = self.project(x)
+        z = self.place(self.project(x), grid)
         z = torch.cat([state.tail.to(z.dtype), z], 1)
         inputs = self.inputs(z, None)
         y, memory = self.recur(inputs, state.memory, inclusive=x.shape[0])

@@ -112,10 +112,10 @@ VIDEO_NETWORK = {"dims": 3, "num_classes": 2, "patch_size": [2, 8, 8], "stem_blo
     [
         ({"patch_size": [4, 8, 8]}, "patch_size is [2, 8, 8] there, [4, 8, 8] here"),
         ({"num_classes": None}, "num_classes is 2 there, None here"),
-        ({"tpe_bidirectional": False}, "tpe_bidirectional is None there, False here"),
+        ({"tpe": "published"}, "tpe is True there, published here"),
         ({"mixer": ["LightNetAttention", "TNL"]}, "mixer is {'LightNetAttention': "),
         ({"mixer": {"LightNetAttention": {"impl": "reference"}}}, None),
-        ({"mixer": ["LightNetAttention"] * 2, "tpe_bidirectional": True, "drop_path_rate": 0.5}, None),
+        ({"mixer": ["LightNetAttention"] * 2, "drop_path_rate": 0.5}, None),
     ],
 )
 def test_an_argument_of_the_network_that_is_not_the_checkpoints(tmp_path, changes, line):

@@ -111,7 +111,7 @@ def test_features_of_a_checkpoint(tmp_path):
         torch.testing.assert_close(load_features(network, str(path))(x), Features(net)(x))
     with pytest.raises(DataError, match=r"model\.features_checkpoint: .*no such checkpoint"):
         load_features(None, str(tmp_path / "missing.ckpt"))
-    for options in ({"num_classes": 4}, {"tpe_bidirectional": False}):  # the second has weights of the same shapes
+    for options in ({"num_classes": 4}, {"tpe": "published"}):
         changed = NDLightNet(
             **{"dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 2, "embed_dim": 16, "depth": 1} | options
         )

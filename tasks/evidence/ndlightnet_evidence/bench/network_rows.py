@@ -115,7 +115,8 @@ def text(
 
     def prepare(name: str, who: str, length: int, mixer: Callable[[int], nn.Module], within: Within) -> list[Call]:
         width, depth, most = sizes[name]
-        net = NDLightNet(1, vocab_size=words, causal=True, embed_dim=width, depth=depth, mixer=mixer).to(bench.device)
+        options: dict[str, Any] = {"mixer": mixer, "tpe": "published" if who == "as published" else True}
+        net = NDLightNet(1, vocab_size=words, causal=True, embed_dim=width, depth=depth, **options).to(bench.device)
         windows = torch.randint(words, (max(1, min(tokens, most) // length), length + 1), device=bench.device)
         loss = TextLoss(net)
         work, backward = map(within, updates(net, lambda: loss(windows)))
