@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.initial import Device, Space
@@ -57,8 +56,8 @@ class LongShortAttention(ABCAttention):
     ) -> None:
         super().__init__(dim, heads, slots=slots)
         self.window: Any = tuple(window) if isinstance(window, list | tuple) else window
-        sizes = self.windows(max(1, len(self.window)) if isinstance(self.window, tuple) else 1)
-        self.bias = nn.Parameter(torch.empty(self.heads, 2 * max(sizes) - 1))
+        widest = max(self.windows(max(1, len(self.window)) if isinstance(self.window, tuple) else 1))
+        self.bias = nn.Parameter(torch.empty(self.heads, 2 * widest - 1))
         self.reset_own()
 
     def reset_own(self) -> None:
@@ -87,7 +86,7 @@ class LongShortAttention(ABCAttention):
             return self.o_proj(grid.flatten(self._read(q, k, v, mask, memory, causal)).flatten(2)), state
         past, (k, v, real, tail) = state.keys.shape[1], append_frames(state.keys, state.values, state.frames, k, v)
         if mask is not None:
-            real = real & pad(mask, [0, 0] * (grid.ndim - 1) + [past, 0], value=True)
+            real = real & nn.functional.pad(mask, [0, 0] * (grid.ndim - 1) + [past, 0], value=True)
 
         def read(now: slice, memories: Tensor) -> Tensor:
             near = slice(now.start, now.stop and now.stop + past)
@@ -100,8 +99,8 @@ class LongShortAttention(ABCAttention):
     def _read(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memories: Tensor, causal: bool) -> Tensor:
         """Read the neighbourhood and memories (batch, frames or 1, heads, slots, 2 head_dim + 1)."""
         sums, count = memories.split([2 * self.head_dim, 1], -1)
-        means = (sums / count.masked_fill(count == 0, 1)).to(q.dtype)
-        memory, windows = (*means.chunk(2, -1), (count > 0).to(q.dtype)), self.windows(q.ndim - 3)
+        rows = (sums / count.masked_fill(count == 0, 1)).to(q.dtype).chunk(2, -1)
+        memory, windows = (*rows, (count > 0).to(q.dtype)), self.windows(q.ndim - 3)
         return local_attention(q, k, v, windows, [self.bias] * len(windows), mask=mask, causal=causal, memory=memory)
 
     def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Any:

@@ -60,9 +60,9 @@ class NystromAttention(Mixer):
         with exact(x):
             dtype = accumulator(q)
             scores = near_q.to(dtype) @ near_k.to(dtype).mT * self.head_dim**-0.5
-            lowest = torch.finfo(dtype).min
-            weights = scores.masked_fill(~real[:, None, None], lowest).softmax(-1) * real[:, None, :, None]
-            values = (_pseudo_inverse(weights) @ read.to(dtype)).to(q.dtype)
+            scores = scores.masked_fill(~real[:, None, None], torch.finfo(dtype).min)
+            weights = scores.softmax(-1) * real[:, None, :, None]
+            values = (inverse(weights) @ read.to(dtype)).to(q.dtype)
         y = softmax_attention(q, near_k, values, attn_mask=real[:, None, None])
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
@@ -86,13 +86,11 @@ class NystromAttention(Mixer):
         return sums[..., :-1] / count.clamp(min=1), count[..., 0] > 0
 
 
-def _pseudo_inverse(a: Tensor) -> Tensor:
+def inverse(a: Tensor) -> Tensor:
     """Approximate the Moore-Penrose inverse of a (..., n, n), with entries >= 0, by an iteration of order three."""
     norms = a.sum(-2).amax(-1) * a.sum(-1).amax(-1)
-    z, one = (
-        a.mT / norms.masked_fill(norms == 0, 1)[..., None, None],
-        torch.eye(a.shape[-1], dtype=a.dtype, device=a.device),
-    )
+    z = a.mT / norms.masked_fill(norms == 0, 1)[..., None, None]
+    one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     for _ in range(STEPS):
         az = a @ z
         z = z @ (13 * one - az @ (15 * one - az @ (7 * one - az))) / 4
