@@ -46,12 +46,13 @@ class _Neighbourhood(NamedTuple):
     causal: bool
 
 
-def _tiling(n: int, window: int, past: int, causal: bool, ndim: int) -> _Tiling:
-    """Return the tiling of the keys along an axis of n queries, with `past` keys before them."""
+def _tiling(n: int, window: int, past: int, causal: bool, ndim: int, single: bool) -> _Tiling:
+    """Return the tiling of the keys along an axis of n queries, with `past` keys before them. single: a tile has
+    one query."""
     halo = window - 1
-    step = max(halo, round(TILE ** (1 / ndim)))
+    step = 1 if single else max(halo, round(TILE ** (1 / ndim)))
     tiles, size = -(-n // step), step + halo * (1 if causal else 2)
-    if tiles * step * size >= n * (n + past):  # a single tile has fewer pairs
+    if not single and tiles * step * size >= n * (n + past):  # a single tile has fewer pairs
         return _Tiling(1, n, n + past, past)
     return _Tiling(tiles, step, size, halo)
 
@@ -105,7 +106,15 @@ def _band(q: Tensor, around: _Neighbourhood) -> Tensor:
     return total.flatten(1, ndim).flatten(2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, around: _Neighbourhood, scale: float) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    around: _Neighbourhood,
+    scale: float,
+    memory: Sequence[Tensor] | None,
+) -> Tensor:
     """Attend in all tiles at once."""
     tilings = around.tilings
     shape, dim, past = q.shape[1:-2], q.shape[-1], k.shape[1] - q.shape[1]
@@ -115,15 +124,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, around: _Neigh
         present = mask[..., None, None].to(k.dtype)
         v = v.masked_fill(~mask[..., None, None], 0)
     query, key, value = _tiles(q, query_tilings), _tiles(k, tilings, past), _tiles(v, tilings, past)
+    real, band = _tiles(present, tilings, past), _band(q, around)
+    if memory is not None:  # rows that all queries of a tile read
+        tiles = (tilings[0].tiles, key.shape[1] // tilings[0].tiles)
+        rows = [m[:, :, None].expand(-1, *tiles, -1, -1, -1).flatten(1, 2) for m in memory]
+        tokens = (key, value, real.expand(*key.shape[:-1], 1))
+        key, value, real = (torch.cat(pair, 3) for pair in zip(tokens, rows, strict=True))
+        band = pad(band, (0, memory[0].shape[3]))
     # Padding is marked by one more channel: 1 in all queries, a large negative number in absent
     # keys, since a mask would be as large as all scores. Absent values are 0, so a token that can
     # read nothing gets 0. Up to 7 channels of zeros: kernels need a multiple of 8 channels.
-    absent = (_tiles(present, tilings, past) - 1) * (torch.finfo(k.dtype).max / 4)
+    absent = (real - 1) * (torch.finfo(k.dtype).max / 4)
     zeros = 7 - dim % 8
     key = torch.cat([pad(key, (0, zeros)), absent.expand(*key.shape[:-1], 1)], -1)
     one = query.new_ones(()).expand(*query.shape[:-1], 1)
     query = torch.cat([pad(query * scale, (0, zeros)), one], -1)
-    band = _band(q, around)
     y = softmax_attention(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), attn_mask=band[None], scale=1.0)
     return _untile(y.unflatten(0, query.shape[:2]), query_tilings, shape)
 
@@ -222,6 +237,7 @@ def local_attention(
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    memory: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Return softmax(scale * q . k + bias) v over each neighbourhood (LAVO, section 3.2 and 3.3).
 
@@ -230,6 +246,8 @@ def local_attention(
     one per axis. bias: a table (heads, 2 * size - 1), size >= window, per axis, whose entry
     size - 1 + j_a - i_a is added to a score; empty: no bias. mask: bool (batch, *grid of k), False
     = padding, which is not read. A token that can read nothing gets 0. scale: default dim ** -0.5.
+    memory: keys and values (batch, frames or 1, heads, rows, dim) that the queries of each frame, or all queries, read
+    in the same softmax, and 1 for a row to read, else 0 (batch, frames or 1, heads, rows, 1).
 
     Returns (batch, *grid, heads, dim) in the dtype of q. Time: order of length * (neighbourhood
     and halo) * dim. Raises ValueError where a shape or a window does not fit.
@@ -258,18 +276,19 @@ def local_attention(
     if mask is not None and (mask.dtype != torch.bool or mask.shape != k.shape[:-2]):
         raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:-2])}")
     if q.numel() == 0:
-        return empty_result(q, k, v, *tables)
+        return empty_result(q, k, v, *tables, *(memory or ()))
     scale = dim**-0.5 if scale is None else scale
-    if flash_support(q, tables, mask):
+    if memory is None and flash_support(q, tables, mask):
         starts = [
             torch.arange(0, (len(x) + 1) * x.shape[1], x.shape[1], dtype=torch.int32, device=x.device) for x in (q, k)
         ]
         return _flash(q, k, v, starts, (q.shape[1], k.shape[1]), windows[0], causal, scale)
+    single = memory is not None and memory[0].shape[1] > 1
     tilings = [
-        _tiling(n, w, past if axis == 0 else 0, causal and axis == 0, ndim)
+        _tiling(n, w, past if axis == 0 else 0, causal and axis == 0, ndim, single and axis == 0)
         for axis, (n, w) in enumerate(zip(shape, windows, strict=True))
     ]
-    inputs = (q, k, v, mask, _Neighbourhood(tilings, windows, tables, causal), scale)
+    inputs = (q, k, v, mask, _Neighbourhood(tilings, windows, tables, causal), scale, memory)
     copies = 1.0
     for tiling, n in zip(tilings, k.shape[1:-2], strict=True):
         copies *= tiling.tiles * tiling.size / n

@@ -21,6 +21,8 @@ def having(argument: str) -> list[str]:
 
 HEADS = having("heads")
 CROSS = [name for name in CATALOGUE if reads_context(getattr(mixers, name))]
+CAUSAL = [name for name in CATALOGUE if getattr(mixers, name).causal_form]
+FORMS = [(name, causal) for name in CATALOGUE for causal in (False, True) if not causal or name in CAUSAL]
 REMEMBERS = [name for name in CATALOGUE if hasattr(getattr(mixers, name), "advance")]
 
 

@@ -303,6 +303,8 @@ COUNTS = {
     "GatedDeltaNet": lambda d, h: 5 * d * d + 12 * d + 2 * h * d + d // h + 2 * h,
     "KimiDeltaAttention": lambda d, h: 4 * d * d + 14 * d + h * d + 4 * d * d // h + d // h + h,
     "ABCAttention": lambda d, h: 4 * d * d + 64 * h * d,
+    "LongShortAttention": lambda d, h: 4 * d * d + 64 * h * d + h * 31,
+    "NystromAttention": lambda d, h: 4 * d * d,
     "SoftmaxAttention": lambda d, h: 4 * d * d + d // 2,
     "UnsharedLightNet": lambda d, h: 4 * d * d + 2 * d * d // h + 2 * d * (d // 8) + 3 * d,
     "WindowAttention": lambda d, h: 4 * d * d + h * 7,

@@ -11,7 +11,7 @@ from ndlightnet.layout import Grid
 from ndlightnet.nn.mixers import LightNetAttention, WithLocal
 from ndlightnet.nn.mixers.base import reads_context
 
-from .mixer_cases import CATALOGUE, build
+from .mixer_cases import CATALOGUE, FORMS, build
 
 places = pytest.mark.parametrize("on", ["values", "input", "both"])
 DIM = 8
@@ -25,11 +25,10 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randn(2, *shape, DIM, dtype=torch.float64)
 
 
-INSIDE = [name for name in CATALOGUE if name not in ("Identity", "S4", "S5")]
+INSIDE = [form for form in FORMS if form[0] not in ("Identity", "S4", "S5")]
 
 
-@pytest.mark.parametrize("name", INSIDE)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name, causal", INSIDE)
 @places
 def test_it_is_a_branch_in_front_of_the_output_map(close, name, on, causal):
     """SiLU(local(values)) is added to what the mixer's own output projection reads, with the values

@@ -16,9 +16,11 @@ from ndlightnet.nn.mixers.lavo import LAVO
 from ndlightnet.nn.mixers.lightnet import LightNetAttention
 from ndlightnet.nn.mixers.lightnet import published_mixer as published_mixer
 from ndlightnet.nn.mixers.linear import LinearAttention
+from ndlightnet.nn.mixers.long_short import LongShortAttention
 from ndlightnet.nn.mixers.lrpe import LrpeAttention
 from ndlightnet.nn.mixers.mamba import Mamba
 from ndlightnet.nn.mixers.names import CATALOGUE
+from ndlightnet.nn.mixers.nystrom import NystromAttention
 from ndlightnet.nn.mixers.random_features import RandomFeatureAttention
 from ndlightnet.nn.mixers.rwkv import RWKV4
 from ndlightnet.nn.mixers.s4 import S4
@@ -47,8 +49,10 @@ __all__ = [
     "KimiDeltaAttention",
     "LightNetAttention",
     "LinearAttention",
+    "LongShortAttention",
     "LrpeAttention",
     "Mamba",
+    "NystromAttention",
     "RandomFeatureAttention",
     "SoftmaxAttention",
     "UnsharedLightNet",

@@ -30,6 +30,7 @@ class Mixer(Initialized, ABC):
     ragged = False  # whether `mix` takes a pack at once; else once for the samples of each shape
     norms = False  # whether `mix` takes the `norm` that its input goes through first
     order_free = False  # whether `mix` gives each token the same in any order of the tokens, but for `causal`
+    causal_form = True  # whether `mix` takes causal=True
     mergeable = False  # whether `mix` takes rows that have some of a sample's tokens: boxes, slabs
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -64,6 +65,8 @@ class Mixer(Initialized, ABC):
         grid = layout or layout_of_tokens(x)
         tokens = grid.tokens(x)
         self._check_order(grid, causal)
+        if causal and not self.causal_form:
+            raise ValueError(f"causal=True: {type(self).__name__} has no causal form, expected causal=False")
         if context is not None:
             check_floats(context=context)
             check_not_wider(self, context=context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,12 +66,12 @@ class ABCAttention(StreamingMixer):
         return self._causal(x, layout, mask, self.init_state(x.shape[0], x.device))[0]
 
     def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
-        state = self.init_state(context.shape[0], context.device)
+        state = self.init_state(context.shape[0], context.device)[-2:]  # of mixers with more in it, too
         logits, rows = self._source(context, mask)
         if 0 in (x.numel(), context.numel()):
             q = self.q_proj(x)
             return self.o_proj(empty_result(torch.zeros_like(q), q, logits, rows))
-        _, memory = _memories(logits[:, None], rows[:, None], *state)
+        _, memory = memories_after(logits[:, None], rows[:, None], *state)
         return self.o_proj(_read(self._split(self.q_proj(x))[:, None], memory)[:, 0].flatten(2).to(x.dtype))
 
     def _split(self, x: Tensor) -> Tensor:
@@ -91,21 +92,12 @@ class ABCAttention(StreamingMixer):
             return self.o_proj(empty_result(*inputs).flatten(2)), state
         frames = grid.frame_count
         q, logits, rows = (y.unflatten(1, (frames, -1)) for y in inputs)
-        size = max(1, MOST // max(1, state.memory.numel()))
-        pieces = [slice(None)]  # an exported graph has no number of segments
-        if not exporting():
-            pieces = [slice(start, start + size) for start in range(0, frames, size)]
-        outputs = []
-        for now in pieces:
-            args = (q[:, now], logits[:, now], rows[:, now], *state)
-            # memories are computed again in the backward pass
-            run: Any = (
-                _segment if plain() else partial(checkpoint, _segment, use_reentrant=False, preserve_rng_state=False)
-            )
-            y, *last = run(*args)
-            state = ABCState(*last)
-            outputs.append(y)
-        return self.o_proj(torch.cat(outputs, 1).flatten(1, 2).flatten(2).to(x.dtype)), state
+
+        def segment(now: slice, memories: Tensor) -> Tensor:
+            return _read(q[:, now], memories)
+
+        y, state = in_segments(segment, logits, rows, state)
+        return self.o_proj(y.flatten(1, 2).flatten(2).to(x.dtype)), state
 
     def init_state(self, batch: int, device: Device = None, space: Space = ()) -> ABCState:
         dtype, shape = accumulator(self.q_proj.weight), (batch, self.heads, self.slots)
@@ -116,7 +108,7 @@ class ABCAttention(StreamingMixer):
         return self._causal(x, grid, None, state)
 
 
-def _memories(logits: Tensor, rows: Tensor, top: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+def memories_after(logits: Tensor, rows: Tensor, top: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Return maxima (batch, frames, heads, slots) and memories after each frame. logits, rows: (batch, frames, tokens,
     heads, ...)."""
     with torch.no_grad():  # weights do not depend on it
@@ -137,6 +129,25 @@ def _read(q: Tensor, memory: Tensor) -> Tensor:
         return torch.einsum("bfshm,bfhmd->bfshd", scores.softmax(-1), v / count)
 
 
-def _segment(q: Tensor, logits: Tensor, rows: Tensor, top: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    tops, memories = _memories(logits, rows, top, memory)
-    return _read(q, memories), tops[:, -1], memories[:, -1]
+def in_segments(
+    read: Callable[[slice, Tensor], Tensor], logits: Tensor, rows: Tensor, state: ABCState
+) -> tuple[Tensor, ABCState]:
+    """Return read(frames, memories after each of them) of all frames, segment by segment, and the state after them.
+    logits, rows: see `memories_after`."""
+
+    def segment(now: slice, top: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tops, memories = memories_after(logits[:, now], rows[:, now], top, memory)
+        return read(now, memories), tops[:, -1], memories[:, -1]
+
+    frames, size = logits.shape[1], max(1, MOST // max(1, state.memory.numel()))
+    pieces = [slice(None)]  # an exported graph has no number of segments
+    if not exporting():
+        pieces = [slice(start, start + size) for start in range(0, frames, size)]
+    # memories are computed again in the backward pass
+    run: Any = segment if plain() else partial(checkpoint, segment, use_reentrant=False, preserve_rng_state=False)
+    outputs = []
+    for now in pieces:
+        y, *last = run(now, *state)
+        state = ABCState(*last)
+        outputs.append(y)
+    return torch.cat(outputs, 1), state
