@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.generation.fidelity import Nearest, frechet_distance, load_features, precision_and_recall
-from ndlightnet.training.generation.latents import Latents, Pixels
+from ndlightnet.training.generation.latents import Latents, Pixels, cached_latents
 from ndlightnet.training.generation.sample_sheets import is_clip, save_animation, save_nearest, save_sample, save_sheet
 from ndlightnet.training.generation.schedulers import build_scheduler, check_sampling, noised, prediction
 from ndlightnet.training.report.results import write_metrics
@@ -52,6 +53,7 @@ class GenerationTask(Task):
         size: predict: sizes of the samples, a number or one for each axis; default: the data's.
         seed: of the noise that samples begin with.
         autoencoder: folder of an AutoencoderKL of diffusers: the network generates its latents.
+        latents: folder that keeps those of the training images, encoded once, for data without augmentation but hflip.
         features: test: a classifier, trained on the same data, in whose features samples are
             compared; default: the NDLightNet of features_checkpoint, if any, or else pixels.
         features_checkpoint: the classifier's checkpoint, of `image_cls fit`.
@@ -76,6 +78,7 @@ class GenerationTask(Task):
         size: int | list[int] | None = None,
         seed: int = 0,
         autoencoder: str | None = None,
+        latents: str | None = None,
         features: nn.Module | None = None,
         features_checkpoint: str | None = None,
         **kwargs: Any,
@@ -84,7 +87,7 @@ class GenerationTask(Task):
         self.scheduler = build_scheduler(scheduler)
         self.guidance, self.sampling_steps, self.samples = guidance, sampling_steps, samples
         self.class_names, self.size, self.seed = classes, size, seed
-        self.autoencoder = autoencoder
+        self.autoencoder, self.latents = autoencoder, latents
         # in a tuple, so not registered as a submodule: it is no part of a checkpoint
         self.classifier = (features, features_checkpoint)
 
@@ -120,6 +123,10 @@ class GenerationTask(Task):
         self.expect(dims=len(self.space))
         if self.conditional:
             self.expect(num_classes=len(data.classes))
+        if stage == "fit" and self.latents is not None:
+            good = self.autoencoder is not None and getattr(data, "only_flips", False)
+            check("model.latents", self.latents, good, "null without an autoencoder, or with augmentation but hflip")
+            data.train_set = cached_latents(Path(self.latents), self.codec, self.trainer)
 
     @property
     def conditional(self) -> bool:
