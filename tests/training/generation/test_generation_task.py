@@ -142,6 +142,18 @@ def test_compared_in_the_features_of_a_classifier(generate, images, tmp_path):
 
 
 @pytest.mark.slow
+def test_compared_in_the_features_of_inception(generate, images, inception_weights, tmp_path):
+    root, out = images
+    words = [f"--model.inception={inception_weights}"]
+    generate("test", *words, root=root, out=tmp_path, ckpt=last(out)).well()
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["compared_in"] == "features of FeatureExtractorInceptionV3"
+    assert metrics["fid"] > 0 and metrics["sfid"] > 0 and metrics["inception_score"] >= 1
+    done = generate("test", *words, "--model.features_checkpoint=x.ckpt", root=root, out=tmp_path, ckpt=last(out))
+    assert done.status == 1 and f"model.inception: {inception_weights}, expected null with features" in done.errors[0]
+
+
+@pytest.mark.slow
 def test_noise_prediction_without_classes(generate, images, tmp_path):
     scheduler = "--model.scheduler={DDIMScheduler: {prediction_type: v_prediction}}"
     places = {"root": images[0], "out": tmp_path, "net": {"num_classes": 0}, "trainer": {"max_epochs": 1}}
