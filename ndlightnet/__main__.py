@@ -37,6 +37,7 @@ EXTRA = {
     "sklearn",
     "jinja2",
     "diffusers",
+    "torch_fidelity",
     "captum",
     "tokenizers",
     "nltk",

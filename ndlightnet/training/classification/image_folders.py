@@ -108,7 +108,8 @@ class ImageFolders(LabelledData):
         check("data.mean, data.std", (mean, std), good, f"{channels} for each, std above 0")
         self.mixup, self.cutmix, self.validation = mixup, cutmix, validation
         self.padding, self.hflip, self.random_erasing = padding, hflip, random_erasing
-        self.train_limit = train_limit
+        self.train_limit, self.interpolation = train_limit, interpolation
+        self.only_flips = crop_pct == 1 and not (scale or padding or randaugment or color_jitter or random_erasing)
         height, width = self.space
         self.collate = partial(collate, space=self.space, channels=channels)
         self.evaluate = image_transforms.evaluation((height, width), crop_pct, interpolation)
@@ -175,7 +176,7 @@ class ImageFolders(LabelledData):
             self.report_skipped(problems, "left out")
         if draw is not None and not len(images):
             raise DataError(f"{self.root}: a whole batch cannot be read, such as {problems[-1]}")
-        images = self.from_pixels(images)
+        images = self.from_pixels(images) if images.dtype == torch.uint8 else images  # or latents
         if draw is not None and self.mixing is not None:
             images, labels = seeded(self.mixing, draw, images, labels)
         return images, labels, numbers

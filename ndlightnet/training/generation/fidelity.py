@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.data.errors import DataError, one_line
+from ndlightnet.data.errors import DataError, one_line, readable
 from ndlightnet.models import NDLightNet
 from ndlightnet.models.weights import load_weights, read_checkpoint
 from ndlightnet.training.core.checkpoints import network_difference
@@ -72,25 +73,69 @@ class Features:
         self.held = inputs[0]
 
     @torch.no_grad()
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, real: bool | None = None) -> Tensor:
         if self.net is None:
             return x.flatten(1).float()
         try:
             with torch.autocast(x.device.type, enabled=False):  # as exact for samples as for tests
                 self.net.to(x.device)(x.float())
         except (RuntimeError, ValueError) as error:
-            kind, shape = type(self.net).__name__, tuple(x.shape)
-            problem = f"cannot take samples {shape} ({one_line(error)})"
-            raise DataError(f"model.features={kind}: {problem}") from error
+            problem = f"cannot take samples {tuple(x.shape)} ({one_line(error)})"
+            raise DataError(f"model.features={type(self.net).__name__}: {problem}") from error
         return self.held.flatten(1)
 
+    def scores(self, samples: Tensor) -> dict[str, float]:
+        """Return what published tables have of samples with these features, of Inception."""
+        return {}
 
-def load_features(net: nn.Module | None, checkpoint: str | None) -> Features:
-    """Return the Features of a classifier with the weights of a checkpoint of `image_cls fit`.
 
-    net: any network; None: the NDLightNet that the checkpoint describes. Without a checkpoint net
-    is as it is. DataError for a checkpoint that is missing or of another network.
+class Inception(Features):
+    """Maps images (batch, 1 or 3, height, width) to what Inception v3 has before its logits, (batch, 2048) float32.
+
+    path: its weights, as torch-fidelity and pytorch-fid have them; DataError for others. data: of the images. A call
+    with `real`, True for training images, False for samples, counts them for `scores`: FID, sFID by the first 7
+    channels of Mixed_6d (arXiv 2103.03841), and the Inception score in 10 splits (arXiv 1606.03498).
     """
+
+    def __init__(self, path: str, data: Any) -> None:
+        from torch_fidelity import FeatureExtractorInceptionV3
+        from torchmetrics.image.fid import FrechetInceptionDistance
+
+        with readable(Path(path)):
+            torch.load(path, weights_only=True)  # torch-fidelity would run code that a file has
+            net = FeatureExtractorInceptionV3("inception", ["logits"], path)
+        super().__init__(net)
+        net.register_forward_pre_hook(lambda _, inputs: data.to_pixels(*inputs).expand(-1, 3, -1, -1))
+        net.Mixed_6d.register_forward_hook(self._hold_spatial)
+        self.weight, distance = net.fc.weight, partial(FrechetInceptionDistance, nn.Identity(), normalize=True)
+        self.distances = {"fid": distance(input_img_size=(1, 1, 2048)), "sfid": distance(input_img_size=(1, 1, 2023))}
+
+    def _hold_spatial(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        self.spatial = output[:, :7].flatten(1)
+
+    def __call__(self, x: Tensor, real: bool | None = None) -> Tensor:
+        pooled = super().__call__(x)
+        for distance, features in zip(self.distances.values(), (pooled, self.spatial), strict=True):
+            if real is not None:
+                distance.to(x.device).update(features, real=real)
+        return pooled
+
+    def scores(self, samples: Tensor) -> dict[str, float]:
+        from torch_fidelity.metric_isc import isc_features_to_metric
+
+        logits = (samples @ self.weight.T).cpu()  # without biases, as published
+        score = isc_features_to_metric(logits, splits=min(10, len(logits)))["inception_score_mean"]
+        return {name: float(one.compute()) for name, one in self.distances.items()} | {"inception_score": score}
+
+
+def load_features(net: nn.Module | None, checkpoint: str | None, inception: Any = None, data: Any = None) -> Features:
+    """Return the Features of a classifier with the weights of a checkpoint of `image_cls fit`, or of Inception.
+
+    net: any network; None: the NDLightNet that the checkpoint describes. Without a checkpoint net is as it is.
+    inception, data: see Inception. DataError for a checkpoint that is missing or of another network.
+    """
+    if inception is not None:
+        return Inception(inception, data)
     if checkpoint is None:
         return Features(net)
     try:

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.generation.fidelity import Nearest, frechet_distance, load_features, precision_and_recall
-from ndlightnet.training.generation.latents import Latents, Pixels
+from ndlightnet.training.generation.latents import Latents, Pixels, cached_latents
 from ndlightnet.training.generation.sample_sheets import is_clip, save_animation, save_nearest, save_sample, save_sheet
 from ndlightnet.training.generation.schedulers import build_scheduler, check_sampling, noised, prediction
 from ndlightnet.training.report.results import write_metrics
@@ -52,9 +53,12 @@ class GenerationTask(Task):
         size: predict: sizes of the samples, a number or one for each axis; default: the data's.
         seed: of the noise that samples begin with.
         autoencoder: folder of an AutoencoderKL of diffusers: the network generates its latents.
+        latents: folder that keeps those of the training images, encoded once, for data without augmentation but hflip.
         features: test: a classifier, trained on the same data, in whose features samples are
             compared; default: the NDLightNet of features_checkpoint, if any, or else pixels.
         features_checkpoint: the classifier's checkpoint, of `image_cls fit`.
+        inception: test: compare in the features of Inception v3 with the weights of this file instead, with FID and
+            sFID to all training images and the Inception score; pt_inception-2015-12-05-6726825d.pth.
         others: as in Task.
     """
 
@@ -76,17 +80,20 @@ class GenerationTask(Task):
         size: int | list[int] | None = None,
         seed: int = 0,
         autoencoder: str | None = None,
+        latents: str | None = None,
         features: nn.Module | None = None,
         features_checkpoint: str | None = None,
+        inception: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
         self.scheduler = build_scheduler(scheduler)
         self.guidance, self.sampling_steps, self.samples = guidance, sampling_steps, samples
         self.class_names, self.size, self.seed = classes, size, seed
-        self.autoencoder = autoencoder
+        self.autoencoder, self.latents = autoencoder, latents
+        check("model.inception", inception, not (inception and (features or features_checkpoint)), "null with features")
         # in a tuple, so not registered as a submodule: it is no part of a checkpoint
-        self.classifier = (features, features_checkpoint)
+        self.classifier = (features, features_checkpoint, inception)
 
     def setup(self, stage: str) -> None:
         data, kind = self.data(), type(self.data()).__name__
@@ -120,6 +127,10 @@ class GenerationTask(Task):
         self.expect(dims=len(self.space))
         if self.conditional:
             self.expect(num_classes=len(data.classes))
+        if stage == "fit" and self.latents is not None:
+            good = self.autoencoder is not None and getattr(data, "only_flips", False)
+            check("model.latents", self.latents, good, "null without an autoencoder, or with augmentation but hflip")
+            data.train_set = cached_latents(Path(self.latents), self.codec, self.trainer)
 
     @property
     def conditional(self) -> bool:
@@ -215,7 +226,7 @@ class GenerationTask(Task):
             save_animation(self.out() / f"{name}.gif", clips, least)
 
     def on_test_epoch_start(self) -> None:
-        self.measured = load_features(*self.classifier)
+        self.measured = load_features(*self.classifier, self.data())
         self.tested: dict[int, tuple[Tensor, int]] = {}  # features and label of each test sample
 
     def test_step(self, batch: tuple[Any, ...], _: int) -> None:
@@ -235,7 +246,7 @@ class GenerationTask(Task):
         seconds = time.perf_counter() - start
         data = self.data()
         batches = pixels.split(data.batch_size)
-        features = torch.cat([self.measured(data.from_pixels(x.to(self.device))) for x in batches])
+        features = torch.cat([self.measured(data.from_pixels(x.to(self.device)), real=False) for x in batches])
         chosen = linspace_indices(min(NEIGHBOURS, len(pixels)), len(pixels))
         nearest, train = self.compare_with_training(torch.cat([features, real]), chosen, max(len(pixels), FEWEST))
         precision, recall = precision_and_recall(real, features)
@@ -244,6 +255,7 @@ class GenerationTask(Task):
         metrics = {
             "frechet": frechet_distance(features, real),
             "frechet_train": frechet_distance(train, real),
+            **self.measured.scores(features),
             "precision": precision,
             "recall": recall,
             "nearest_has_class": float(agree) if self.conditional else None,
@@ -295,7 +307,7 @@ class GenerationTask(Task):
             x, labels, *_ = data.on_after_batch_transfer(data.transfer_batch_to_device(batch, self.device, 0), 0)
             if not len(x):
                 continue
-            batch_features = self.measured(x)
+            batch_features = self.measured(x, real=True)
             nearest.update(batch_features, labels, data.to_pixels(x))
             drawn_features.append(batch_features[torch.rand(len(x), generator=rng) < share])
         # the training did without these files, too

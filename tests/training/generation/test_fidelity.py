@@ -1,6 +1,10 @@
 """The measures of samples on sets whose answers are known."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
+import scipy.linalg
 import torch
 from torch import nn
 
@@ -8,6 +12,7 @@ from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.training.generation.fidelity import (
     Features,
+    Inception,
     Nearest,
     frechet_distance,
     load_features,
@@ -40,6 +45,57 @@ def test_frechet_distance_is_that_of_torchmetrics(count):
     theirs.update(a, real=True)
     theirs.update(b, real=False)
     assert frechet_distance(a, b) == pytest.approx(float(theirs.compute()), rel=1e-3)
+
+
+def test_frechet_distance_is_that_of_its_formula():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(60, 7)) @ rng.normal(size=(7, 7)), rng.normal(size=(50, 7)) + 0.3
+    (first, second), gap = (np.cov(x, rowvar=False) for x in (a, b)), a.mean(0) - b.mean(0)
+    expected = gap @ gap + np.trace(first + second - 2 * scipy.linalg.sqrtm(first @ second)).real
+    assert frechet_distance(torch.tensor(a), torch.tensor(b)) == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.slow
+def test_scores_of_inception_are_those_of_their_formulas(inception_weights):
+    """FID and sFID, by features from the network itself, and a naive loop for the Inception score."""
+    from torch_fidelity import FeatureExtractorInceptionV3
+
+    data = SimpleNamespace(to_pixels=lambda x: (x * 255).round().byte())
+    rng = torch.Generator().manual_seed(0)
+    train, drawn = (torch.rand(15, 1, 6, 8, generator=rng) * top for top in (1, 0.6))
+    inception = Inception(str(inception_weights), data)
+    features = torch.cat([inception(x, real=False) for x in drawn.split(10)])
+    for x in train.split(10):
+        inception(x, real=True)
+    inception(train[:3])  # counts nothing
+    net, spatial = FeatureExtractorInceptionV3("x", ["2048", "logits_unbiased"], str(inception_weights)), []
+    net.Mixed_6d.branch1x1.register_forward_hook(lambda _, __, y: spatial.append(y[:, :7].reshape(len(y), 2023)))
+    pooled, logits = zip(*(net(data.to_pixels(x).repeat(1, 3, 1, 1)) for x in (drawn, train)), strict=True)
+    torch.testing.assert_close(features, pooled[0])
+    torch.testing.assert_close(features @ net.fc.weight.T, logits[0])
+    probs = (features @ net.fc.weight.T).double().softmax(1)[np.random.RandomState(2020).permutation(15)].tolist()
+    scores = []
+    for split in range(10):
+        part = probs[split * 15 // 10 : (split + 1) * 15 // 10]
+        mean = [sum(column) / len(part) for column in zip(*part, strict=True)]
+        divergences = [sum(p * np.log(p / m) for p, m in zip(row, mean, strict=True)) for row in part]
+        scores.append(np.exp(sum(divergences) / len(part)))
+    assert np.mean(scores) > 1.02  # else nothing is tested
+    values = inception.scores(features)
+    assert values["inception_score"] == pytest.approx(np.mean(scores), rel=1e-9)
+    assert values["fid"] == pytest.approx(frechet_distance(*pooled), rel=1e-3)
+    assert values["sfid"] == pytest.approx(frechet_distance(*spatial), rel=1e-3)
+    with pytest.raises(DataError, match=r"FeatureExtractorInceptionV3: cannot take samples \(2, 1, 9\)"):
+        inception(torch.rand(2, 1, 9))
+
+
+def test_wrong_weights_of_inception(tmp_path):
+    pytest.importorskip("torch_fidelity")
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pth")
+    torch.save(nn.Linear(2, 2), tmp_path / "code.pth")  # an object, which only its code can build
+    for name in ("other.pth", "code.pth", "missing.pth"):
+        with pytest.raises(DataError, match=rf"{name}: cannot be read \("):
+            load_features(None, None, str(tmp_path / name))
 
 
 def test_precision_and_recall_of_known_sets():

@@ -19,27 +19,8 @@ from ndlightnet.data.made.digits import make_moving_digits
 from ndlightnet.training import GenerationTask, HandwrittenDigits, ImageData, ImageFolders, LabelledData, VideoData
 from ndlightnet.training.generation.latents import Latents
 from tests.training.conftest import fit_and_test, last, launcher, set_up
+from tests.training.generation.conftest import TINY, save_autoencoder
 
-TINY = """
-seed_everything: 0
-trainer:
-  accelerator: cpu
-  max_epochs: 2
-  log_every_n_steps: 1
-  enable_progress_bar: false
-  callbacks:
-    - class_path: ndlightnet.training.AveragedWeights
-      init_args: {decay: 0.9, warmup: true}
-model:
-  sampling_steps: 3
-  samples: 6
-  net:
-    class_path: ndlightnet.NDLightDiT
-    init_args: {dims: 2, in_chans: 1, num_classes: 2, embed_dim: 16, depth: 1, tpe_states: 4}
-data:
-  class_path: ndlightnet.training.ImageData
-  init_args: {root: nowhere, batch_size: 8}
-"""
 CLIPS = TINY.replace(
     "dims: 2, in_chans: 1, num_classes: 2,", "dims: 3, in_chans: 3, num_classes: 6, patch_size: [1, 4, 4],"
 )
@@ -161,6 +142,18 @@ def test_compared_in_the_features_of_a_classifier(generate, images, tmp_path):
 
 
 @pytest.mark.slow
+def test_compared_in_the_features_of_inception(generate, images, inception_weights, tmp_path):
+    root, out = images
+    words = [f"--model.inception={inception_weights}"]
+    generate("test", *words, root=root, out=tmp_path, ckpt=last(out)).well()
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["compared_in"] == "features of FeatureExtractorInceptionV3"
+    assert metrics["fid"] > 0 and metrics["sfid"] > 0 and metrics["inception_score"] >= 1
+    done = generate("test", *words, "--model.features_checkpoint=x.ckpt", root=root, out=tmp_path, ckpt=last(out))
+    assert done.status == 1 and f"model.inception: {inception_weights}, expected null with features" in done.errors[0]
+
+
+@pytest.mark.slow
 def test_noise_prediction_without_classes(generate, images, tmp_path):
     scheduler = "--model.scheduler={DDIMScheduler: {prediction_type: v_prediction}}"
     places = {"root": images[0], "out": tmp_path, "net": {"num_classes": 0}, "trainer": {"max_epochs": 1}}
@@ -227,22 +220,6 @@ def test_clips_become_strips_and_an_animation(animate, tmp_path):
     animate("predict", root=root, out=drawn, ckpt=last(out)).well()
     (first, *_) = sorted((drawn / "predictions").iterdir())
     assert first.name == "00000_anticlockwise.gif" and Image.open(first).n_frames == 3
-
-
-def save_autoencoder(folder: Path, latent_channels: int = 2) -> Path:
-    from diffusers import AutoencoderKL
-
-    torch.manual_seed(0)
-    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-    blocks |= {"block_out_channels": [4] * 2, "norm_num_groups": 4, "scaling_factor": 0.5, "shift_factor": 0.25}
-    net = AutoencoderKL(in_channels=1, out_channels=1, latent_channels=latent_channels, sample_size=8, **blocks)
-    net.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def autoencoder(tmp_path) -> Path:
-    return save_autoencoder(tmp_path / "vae")
 
 
 @pytest.mark.slow
