@@ -23,7 +23,7 @@ from ndlightnet.training.report.results import write_csv, write_metrics
 from ndlightnet.training.speech.speech_data import Spoken
 
 SHOWN = 6  # recordings on the page and with an alignment, the first of the test
-LONGEST = 30  # frames of a letter, on average, after which a synthesis is cut off
+LONGEST = 20  # frames of a letter, on average, after which a synthesis is cut off
 CEPSTRA = 13
 PAGE = """
 {% extends "base" %}
