@@ -275,6 +275,13 @@ def local_attention(
         )
     if mask is not None and (mask.dtype != torch.bool or mask.shape != k.shape[:-2]):
         raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:-2])}")
+    if memory is not None:
+        sizes, rows = [tuple(m.shape) for m in memory], memory[0].shape[3:4]
+        forms = [[(q.shape[0], frames, heads, *rows, size) for size in (dim, dim, 1)] for frames in (1, shape[0])]
+        if sizes not in forms:
+            raise ValueError(
+                f"memory {sizes}: expected two of ({q.shape[0]}, 1 or {shape[0]}, {heads}, rows, {dim}), and (..., 1)"
+            )
     if q.numel() == 0:
         return empty_result(q, k, v, *tables, *(memory or ()))
     scale = dim**-0.5 if scale is None else scale

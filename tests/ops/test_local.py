@@ -200,6 +200,11 @@ def test_errors():
         local_attention(x, x[:, 1:], x[:, 1:], 3, causal=True)
     with pytest.raises(ValueError, match=r"same grid"):
         local_attention(x, x, x[:, 1:], 3)
+    for shapes in ([(1, 2, 2, 3, 4), (1, 2, 2, 3, 4), (1, 2, 2, 3, 1)], [(1, 6, 2, 3, 4)] * 3, [(1, 1, 2, 3, 4)] * 2):
+        with pytest.raises(
+            ValueError, match=r"memory .*: expected two of \(1, 1 or 6, 2, rows, 4\), and \(\.\.\., 1\)$"
+        ):
+            local_attention(x, x, x, 3, memory=[torch.randn(shape) for shape in shapes])
     for mask in (torch.ones(1, 5, dtype=torch.bool), torch.ones(1, 6)):
         with pytest.raises(ValueError, match=r"mask .*bool \(1, 6\)"):
             local_attention(x, x, x, 3, mask=mask)
