@@ -58,11 +58,12 @@ def warped_distance(a: NDArray[np.floating[Any]], b: NDArray[np.floating[Any]]) 
 
 
 def distortions(answer: Tensor, recorded: Tensor) -> dict[str, float]:
-    """Return the mel cepstral distortion of log spectra (frames, bands), in dB: 10 sqrt(2) / log(10) x the distance of
-    cepstra 1 to 13, and the mel spectral distortion, the root mean square of differences; each the mean over the frames
-    that dynamic time warping pairs."""
+    """Return of log spectra (frames, bands) the mel cepstral distortion, in dB: 10 sqrt(2) / log(10) x the distance of
+    cepstra 1 to 13, where the logarithm is the sum of cepstra x cosines, so that it is the root mean square difference
+    of smoothed spectra of one loudness; and the mel spectral distortion, that of the logarithms as they are. Each is the
+    mean over the frames that dynamic time warping pairs."""
     pair = [x.double().cpu().numpy() for x in (answer, recorded)]
-    cepstra = [dct(x, norm="ortho", axis=-1)[:, 1 : CEPSTRA + 1] for x in pair]
+    cepstra = [dct(x, axis=-1)[:, 1 : CEPSTRA + 1] / x.shape[1] for x in pair]
     return {
         "mcd": 10 * math.sqrt(2) / math.log(10) * warped_distance(*cepstra),
         "msd": warped_distance(*pair) / math.sqrt(answer.shape[1]),
@@ -150,7 +151,7 @@ class TTSTask(Task):
             self.tested[index] = {
                 **distortions(answers[row], recorded),
                 "length": len(answers[row]) / len(recorded),
-                "error": float(error),
+                "spectrum_error": float(error),
                 **{f"mean_frame_{name}": value for name, value in silent.items()},
             }
             if index - first < SHOWN:
@@ -179,7 +180,7 @@ class TTSTask(Task):
             **training_costs(self.net, self.cost),
         }
         write_metrics(out, metrics)
-        head = ("name", "text", "mcd", "msd", "length", "error")
+        head = ("name", "text", "mcd", "msd", "length", "spectrum_error")
         write_csv(
             out / "test.csv",
             head,

@@ -24,7 +24,7 @@ SCORES = (
 )
 WRITTEN = ("rouge1", "rouge2", "rougeL", "loss")
 COMPLETED = ("chamfer_l1", "chamfer_l2", "f_score")
-SPOKEN = ("mcd", "msd", "error", "order")
+SPOKEN = ("mcd", "msd", "spectrum_error", "order")
 GENERATED = ("frechet", "frechet_train", "precision", "recall")
 COSTS = ("step_ms", "latency_ms", "train_seconds", "padded_share", "sampled_per_second", "peak_memory_gb")
 MEASURES = SCORES + WRITTEN + COMPLETED + SPOKEN + GENERATED + COSTS
