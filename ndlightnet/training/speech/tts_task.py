@@ -60,8 +60,8 @@ def warped_distance(a: NDArray[np.floating[Any]], b: NDArray[np.floating[Any]]) 
 def distortions(answer: Tensor, recorded: Tensor) -> dict[str, float]:
     """Return of log spectra (frames, bands) the mel cepstral distortion, in dB: 10 sqrt(2) / log(10) x the distance of
     cepstra 1 to 13, where the logarithm is the sum of cepstra x cosines, so that it is the root mean square difference
-    of smoothed spectra of one loudness; and the mel spectral distortion, that of the logarithms as they are. Each is the
-    mean over the frames that dynamic time warping pairs."""
+    of smoothed spectra of one loudness; and the mel spectral distortion, that of the logarithms as they are. Each is
+    the mean over the frames that dynamic time warping pairs."""
     pair = [x.double().cpu().numpy() for x in (answer, recorded)]
     cepstra = [dct(x, axis=-1)[:, 1 : CEPSTRA + 1] / x.shape[1] for x in pair]
     return {
