@@ -349,7 +349,7 @@ def test_generated_images_are_compared_in_a_classifier_of_the_same_data(build, n
     classifier = build(folder / f"{name}.yaml")
     read = yaml.safe_load((folder / f"{name}.yaml").read_text())
     cli = build(ROOT / "configs" / f"{name}_gen.yaml", "--config", str(folder / f"{name}_gen.yaml"))
-    features, checkpoint = cli.model.classifier
+    features, checkpoint, _ = cli.model.classifier
     assert checkpoint == f"{read['trainer']['default_root_dir']}/checkpoints/last.ckpt"
     shapes = [{k: x.shape for k, x in n.state_dict().items()} for n in (features, classifier.model.net)]
     assert shapes[0] == shapes[1] and features.num_classes == cli.model.net.num_classes
