@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--minutes",
         type=float,
         default=3.5,
-        help="peers that compile or tune are left out after so many (default: %(default)s)",
+        help="peers that compile or tune, and rows of lengths, are left out after so many (default: %(default)s)",
     )
     parser.add_argument(
         "--full-search",

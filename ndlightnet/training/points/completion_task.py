@@ -25,8 +25,12 @@ def nearest(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return of each point of clouds a (batch, n, 3) its distance from the nearest one of b (batch, m, 3), (batch, n),
     and the same of b, (batch, m). Distances are float32 or wider, not from products, which lose small ones."""
     exact = torch.promote_types(a.dtype, torch.float32)
-    distances = torch.cdist(a.to(exact), b.to(exact), compute_mode="donot_use_mm_for_euclid_dist")
-    return distances.amin(2), distances.amin(1)
+    a, b = a.to(exact), b.to(exact)
+    with torch.no_grad():  # of all pairs: only those of the nearest have gradients, in a few operations
+        distances = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
+        pairs = distances.argmin(2), distances.argmin(1)
+    of_a, of_b = (y.gather(1, index[..., None].expand(-1, -1, 3)) for y, index in zip((b, a), pairs, strict=True))
+    return torch.linalg.vector_norm(a - of_a, dim=-1), torch.linalg.vector_norm(b - of_b, dim=-1)
 
 
 def chamfer(a: Tensor, b: Tensor) -> Tensor:

@@ -64,6 +64,17 @@ def test_measures_are_those_of_pairs_of_points():
     torch.testing.assert_close(chamfer(answer, truth) * unit, scores["chamfer_l1"])
 
 
+def test_gradients_are_those_of_the_nearest_pairs():
+    answer, truth = torch.randn(2, 7, 3).double().requires_grad_(), torch.randn(2, 5, 3).double()
+    distances = torch.cdist(answer, truth)
+    loss = (distances.amin(2).mean(1) + distances.amin(1).mean(1)).sum() / 2
+    expected, actual = (torch.autograd.grad(x, answer)[0] for x in (loss, chamfer(answer, truth).sum()))
+    torch.testing.assert_close(actual, expected)
+    same = answer.detach().requires_grad_()
+    chamfer(same, same.detach()).sum().backward()
+    assert not same.grad.any()  # at a distance of 0 as well
+
+
 def test_near_points_of_far_clouds_are_told_apart():
     """Distances from products of float32 would be off by 0.03 at 100."""
     a = 100 + torch.rand(1, 50, 3)

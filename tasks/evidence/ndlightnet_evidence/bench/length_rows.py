@@ -30,10 +30,9 @@ SIZES = {"cuda": (512, 8), "cpu": (64, 2)}  # width and heads
 LENGTHS = [2**n for n in range(10, 18)]
 WINDOWS = (16, 32, 64, 128)
 SEQUENCES = 16  # that take a step of decoding together
-# Seconds: of a call, from which on longer ones are left out; of a row and of all, after which no length is begun.
-# A call takes at most about twice the time of that at half the length, so that all end within 150, if the last one
-# begun does not compile for long.
-SLOW, ROW, ALL = 0.3, 15, 130
+# Seconds: of a call, from which on longer ones are left out; of a row after its first length, which may compile for
+# minutes, from which on no length is begun. A call takes at most about twice the time of that at half the length.
+SLOW, ROW = 0.3, 15
 FIRST = ("LightNetAttention", "SoftmaxAttention")  # in the figure also in the causal form
 MEASURES = (
     ("a layer, forward and backward", "fwd+bwd", "ms", "ms"),
@@ -63,7 +62,7 @@ Prepare = Callable[[Row, Bench, int, dict[str, float], str, Within], list[Call]]
 
 
 def lengths(bench: Bench) -> None:
-    end = time.monotonic() + ALL
+    end = time.monotonic() + 60 * bench.minutes
     for row in _rows(bench):
         _over_lengths(bench, row, "fwd+bwd", _layer, end)
         if row.causal:
@@ -91,10 +90,10 @@ def _over_lengths(bench: Bench, row: Row, direction: str, prepare: Prepare, end:
     """Time one row, until a length is left out, whose cell says why."""
     softmax, total = row.kind is mixers.SoftmaxAttention, TOKENS[bench.device.type]
     dim, heads = SIZES[bench.device.type]
-    stop, until = "", min(end, time.monotonic() + ROW)
+    stop, until = "", end
     for length in [n for n in LENGTHS if n <= total][: 3 if bench.quick else None]:
         if time.monotonic() > until:
-            stop = f"late: begun no more after {ROW} s of a row or {ALL} s of all"
+            stop = f"late: begun no more after {ROW} s of a row or {bench.minutes:g} minutes of all"
         batch = total // length if direction == "fwd+bwd" else SEQUENCES
         case = Case(row.name, batch, length, heads, dim // heads)
         megabytes: dict[str, float] = {}
@@ -111,6 +110,8 @@ def _over_lengths(bench: Bench, row: Row, direction: str, prepare: Prepare, end:
             if stop:
                 cell.update(mode=LEFT_OUT, note=stop)
             return
+        if length == LENGTHS[0]:
+            until = min(end, time.monotonic() + ROW)
         stop = f"slow: over {SLOW} s at a shorter length" if ms > 1e3 * SLOW else ""
 
 
