@@ -37,7 +37,6 @@ EXTRA = {
     "sklearn",
     "jinja2",
     "diffusers",
-    "torch_fidelity",
     "captum",
     "tokenizers",
     "nltk",

@@ -98,9 +98,12 @@ class Inception(Features):
     """
 
     def __init__(self, path: str, data: Any) -> None:
-        from torch_fidelity import FeatureExtractorInceptionV3
         from torchmetrics.image.fid import FrechetInceptionDistance
 
+        try:
+            from torch_fidelity import FeatureExtractorInceptionV3
+        except ModuleNotFoundError as error:
+            raise DataError("model.inception: needs another package: pip install torch-fidelity") from error
         with readable(Path(path)):
             torch.load(path, weights_only=True)  # torch-fidelity would run code that a file has
             net = FeatureExtractorInceptionV3("inception", ["logits"], path)

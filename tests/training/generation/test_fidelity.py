@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import sys
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -87,6 +89,12 @@ def test_scores_of_inception_are_those_of_their_formulas(inception_weights):
     assert values["sfid"] == pytest.approx(frechet_distance(*spatial), rel=1e-3)
     with pytest.raises(DataError, match=r"FeatureExtractorInceptionV3: cannot take samples \(2, 1, 9\)"):
         inception(torch.rand(2, 1, 9))
+
+
+def test_inception_without_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_fidelity", None)
+    with pytest.raises(DataError, match="^model.inception: needs another package: pip install torch-fidelity"):
+        load_features(None, None, "weights.pth")
 
 
 def test_wrong_weights_of_inception(tmp_path):
