@@ -1,8 +1,7 @@
 """The measures of samples on sets whose answers are known."""
 
-from types import SimpleNamespace
-
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,7 +92,7 @@ def test_scores_of_inception_are_those_of_their_formulas(inception_weights):
 
 def test_inception_without_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_fidelity", None)
-    with pytest.raises(DataError, match="^model.inception: needs another package: pip install torch-fidelity"):
+    with pytest.raises(DataError, match=r"^model.inception: needs another package: pip install torch-fidelity"):
         load_features(None, None, "weights.pth")
 
 
