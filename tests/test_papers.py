@@ -66,6 +66,7 @@ NETWORKS = {
     ],
     "S4; RWKV-4; HGRN": lambda: [wikitext(mixer) for mixer in ("S4", "RWKV4", "HGRN")],
     "Table 4: LightNet; without TPE; without LRPE": lambda: [pile(), pile(tpe=False), pile(unplaced(16))],
+    "no share": lambda: [pile("UnsharedLightNet")],
     "LLaMA; TNL; Mamba": lambda: [pile(mixer) for mixer in (softmax, "TNL", "Mamba")],
     "Table 6: LightNet-B/2; without TPE; without LRPE": lambda: [
         diffusion("B"),
@@ -79,10 +80,22 @@ NETWORKS = {
     "Table 2, PG-19 (any texts): vanilla or FlashAttention; local; LAVO": lambda: [
         books(mixer, tpe=False) for mixer in (softmax, local, {"LAVO": {"window": 16}})
     ],
+    "LongShort": lambda: [books("LongShortAttention", tpe=False)],
     "S4D; ABC": lambda: [books(mixer, tpe=False) for mixer in ("S4", "ABCAttention")],
-    "Tables 4 and 6, summaries, in the encoder: vanilla; S4D; ABC; local; LAVO; cosFormer; Performer": lambda: [
+    "Tables 4 and 6, summaries, in the encoder: vanilla; S4D; ABC; local; LAVO; cosFormer; Performer; LongShort; "
+    "Nyströmformer": lambda: [
         partial(Seq2Seq, 50257, mixer=mixer, decoder_mixer=softmax, cross=softmax)
-        for mixer in (softmax, "S4", "ABCAttention", local, "LAVO", "CosformerAttention", "RandomFeatureAttention")
+        for mixer in (
+            softmax,
+            "S4",
+            "ABCAttention",
+            local,
+            "LAVO",
+            "CosformerAttention",
+            "RandomFeatureAttention",
+            "LongShortAttention",
+            "NystromAttention",
+        )
     ],
 }
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ndlightnet.nn.embedding import Embedding, PatchEmbed, Patchify
 from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
-from ndlightnet.nn.position import MDTPE
+from ndlightnet.nn.position import TPE, build_tpe
 from ndlightnet.nn.projections import exact_norm, fuses, hooked
 from ndlightnet.nn.stem import ConvStem
 from ndlightnet.ops.dtypes import check_not_wider, check_tensors
@@ -105,7 +105,7 @@ class NDLightNet(Pretrained, Large):
         depth: int = 12,
         stem_blocks: int = 0,
         mixer: Factories = LightNetAttention,
-        tpe: bool | Literal["published"] = True,
+        tpe: TPE = True,
         tpe_states: int = 128,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -144,9 +144,7 @@ class NDLightNet(Pretrained, Large):
                 patch_size = max(1, round(256 ** (1 / dims)))
             shape = dims, in_chans, patch_size, embed_dim
             self.embed = ConvStem(*shape, stem_blocks) if stem_blocks else Patchify(*shape)
-        if tpe not in (True, False, "published"):
-            raise ValueError(f"tpe={tpe!r}: expected True, False or 'published'")
-        self.tpe = MDTPE(dims, embed_dim, tpe_states, tpe == "published", causal) if tpe else None
+        self.tpe = build_tpe(tpe, dims, embed_dim, tpe_states, causal=causal)
         self.embed_drop = nn.Dropout(dropout) if dropout else nn.Identity()
         rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.ModuleList(

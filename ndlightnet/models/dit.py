@@ -20,7 +20,7 @@ from ndlightnet.nn.embedding import Embedding, Patchify
 from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, layer_factories
-from ndlightnet.nn.position import MDTPE
+from ndlightnet.nn.position import TPE, build_tpe
 from ndlightnet.ops.dtypes import check_floats, check_not_wider, check_tensors
 from ndlightnet.parallel import refuse_shards
 
@@ -76,7 +76,7 @@ class NDLightDiT(Pretrained):
         depth: int | None = None,
         condition: Literal["adaln", "tokens"] = "adaln",
         mixer: Factories = LightNetAttention,
-        tpe: bool = True,
+        tpe: TPE = True,
         tpe_states: int = 32,
         device: Device = None,
         dtype: torch.dtype | None = None,
@@ -96,7 +96,7 @@ class NDLightDiT(Pretrained):
         self.dims, self.in_chans, self.num_classes = dims, in_chans, num_classes
         self.embed_dim = width
         self.embed = Patchify(dims, in_chans, patch_size, width)
-        self.tpe = MDTPE(dims, width, tpe_states) if tpe else None
+        self.tpe = build_tpe(tpe, dims, width, tpe_states)
         self.time_embed = TimeEmbedding(width)
         self.class_embed = Embedding(num_classes + 1, width, "y") if num_classes else None
         adaptive = condition == "adaln"

@@ -18,7 +18,7 @@ from ndlightnet.nn.cross_block import CrossBlock, CrossState
 from ndlightnet.nn.initial import Device, reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Mixer, layer_factories, reads_context
-from ndlightnet.nn.position import MDTPE
+from ndlightnet.nn.position import TPE, build_tpe
 from ndlightnet.ops.dtypes import check_tensors
 from ndlightnet.parallel import refuse_shards
 
@@ -40,20 +40,27 @@ class DecoderState(NamedTuple):
 class Decoder(nn.Module):
     """Tokens on one axis -> MD-TPE -> causal blocks that read a context -> norm.
 
-    mixer, cross: as in Seq2Seq. tpe_states: 0 for no MD-TPE.
+    Arguments are Seq2Seq's.
     """
 
     tpe: Any
     blocks: Any
 
     def __init__(
-        self, dim: int, depth: int, mixer: Factories, cross: Factories, tpe_states: int = 128, dropout: float = 0.0
+        self,
+        dim: int,
+        depth: int,
+        mixer: Factories,
+        cross: Factories,
+        tpe: TPE = True,
+        tpe_states: int = 128,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         mixers = layer_factories("decoder_mixer", mixer, depth, dims=1, causal=True)
         # without `dims`: a layer that reads another source mixes nothing locally
         crosses = layer_factories("cross", cross, depth, dims=None)
-        self.tpe = MDTPE(1, dim, tpe_states, causal=True) if tpe_states else None
+        self.tpe = build_tpe(tpe, 1, dim, tpe_states, causal=True)
         self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
         self.blocks = nn.ModuleList(
             CrossBlock(dim, *pair, dropout=dropout) for pair in zip(mixers, crosses, strict=True)
@@ -108,7 +115,7 @@ class Seq2Seq(Pretrained):
         mixer: of the encoder, as in NDLightNet. decoder_mixer: of the decoder's causal form; default: as the encoder's.
             cross: how the decoder's layers read the encoder's output, a mixer with a cross form; default: LightNet
             attention without a position code, as positions of a source and a target have nothing in common.
-        tpe: MD-TPE after both embeddings. tpe_states: its states.
+        tpe, tpe_states: of the MD-TPE after both embeddings, as in NDLightNet.
         dropout: of the embedded tokens and of each branch of a block.
         device, dtype: as in NDLightNet.
     """
@@ -127,7 +134,7 @@ class Seq2Seq(Pretrained):
         mixer: Factories = LightNetAttention,
         decoder_mixer: Factories | None = None,
         cross: Factories | None = None,
-        tpe: bool = True,
+        tpe: TPE = True,
         tpe_states: int = 128,
         dropout: float = 0.0,
         device: Device = None,
@@ -152,7 +159,7 @@ class Seq2Seq(Pretrained):
         if cross is None:
             cross = partial(LightNetAttention, lrpe=None)
         later = mixer if decoder_mixer is None else decoder_mixer
-        self.decoder = Decoder(embed_dim, decoder_depth, later, cross, tpe_states if tpe else 0, dropout)
+        self.decoder = Decoder(embed_dim, decoder_depth, later, cross, tpe, tpe_states, dropout)
         init_network(self.decoder)
 
     def reset_parameters(self) -> None:

@@ -18,6 +18,7 @@ from ndlightnet.nn.block import init_network
 from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories
+from ndlightnet.nn.position import TPE
 from ndlightnet.ops.dtypes import check_tensors
 from ndlightnet.parallel import refuse_shards
 
@@ -177,7 +178,7 @@ class ParallelTTS(Pretrained):
         decoder_depth: int = 4,
         mixer: Factories = LightNetAttention,
         decoder_mixer: Factories | None = None,
-        tpe: bool = True,
+        tpe: TPE = True,
         tpe_states: int = 128,
         dropout: float = 0.0,
         device: Device = None,

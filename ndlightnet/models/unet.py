@@ -27,6 +27,7 @@ from ndlightnet.nn.initial import Device, reset
 from ndlightnet.nn.layers import GridLayer, Layers, Stage
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, layer_factories
+from ndlightnet.nn.position import TPE
 from ndlightnet.nn.separable import Separable
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 from ndlightnet.parallel import Exchange, Slab, layout_of
@@ -163,7 +164,7 @@ class NDLightUNet(Pretrained, Large):
         convs: Sequence[int] | None = None,
         depths: Sequence[int] | None = None,
         mixer: Factories = LightNetAttention,
-        tpe: bool = True,
+        tpe: TPE = True,
         drop_path_rate: float = 0.0,
         deep_supervision: bool = False,
         separable: bool | None = None,

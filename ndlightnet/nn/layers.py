@@ -13,7 +13,7 @@ from ndlightnet.layout import Grid
 from ndlightnet.nn.block import Block
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.mixers.base import Factory
-from ndlightnet.nn.position import MDTPE
+from ndlightnet.nn.position import TPE, build_tpe
 
 
 class GridLayer(Initialized):
@@ -41,11 +41,11 @@ class Stage(GridLayer):
     """LightNet blocks on a feature map: position code, then the blocks."""
 
     def __init__(
-        self, dims: int, dim: int, factories: Sequence[Factory], tpe: bool, drop_path: float, axis: int, causal: bool
+        self, dims: int, dim: int, factories: Sequence[Factory], tpe: TPE, drop_path: float, axis: int, causal: bool
     ) -> None:
         super().__init__()
         self.channel_axis, self.causal = axis, causal
-        self.tpe = MDTPE(dims, dim, causal=causal) if tpe and factories else None
+        self.tpe = build_tpe(tpe, dims, dim, causal=causal) if factories else None
         self.blocks = nn.ModuleList(Block(dim, factory, drop_path) for factory in factories)
 
     def forward(self, x: Tensor, layout: Grid | None = None) -> Tensor:

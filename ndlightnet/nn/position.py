@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from ndlightnet.parallel import layout_of_tokens
 def _at_least_float32(x: Tensor) -> Tensor:
     """Cast to float32, unless the dtype of x is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+TPE = bool | Literal["published"]
 
 
 class MDLRPE(Initialized):
@@ -70,7 +73,14 @@ class MDTPE(Initialized):
     undecayed = ("coef", "logit")
 
     def __init__(
-        self, dims: int, dim: int, states: int = 128, published: bool = False, causal: bool = False, impl: Impl = "auto"
+        self,
+        dims: int,
+        dim: int,
+        states: int = 128,
+        *,
+        published: bool = False,
+        causal: bool = False,
+        impl: Impl = "auto",
     ) -> None:
         super().__init__()
         self.impl, self.dims, self.published = impl, dims, published
@@ -155,3 +165,11 @@ class MDTPE(Initialized):
                 y = axis_scan(within.flatten(frame), coef[1:], log_decay[1:], reverse, **options)
                 out = out + y.view_as(x)
         return out, after.view_as(state)
+
+
+def build_tpe(tpe: TPE, dims: int, dim: int, states: int = 128, *, causal: bool = False) -> MDTPE | None:
+    """Return what a network's argument `tpe` says: MD-TPE, in the paper's form for "published", or None for False.
+    ValueError for anything else."""
+    if tpe not in (True, False, "published"):
+        raise ValueError(f"tpe={tpe!r}: expected True, False or 'published'")
+    return MDTPE(dims, dim, states, published=tpe == "published", causal=causal) if tpe else None

@@ -14,6 +14,7 @@ from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, pack
 from ndlightnet.models import AutoregressiveTTS, Forecaster, ParallelTTS, Seq2Seq
 from ndlightnet.nn.layers import GridLayer
 from ndlightnet.nn.mixers.base import Mixer
+from ndlightnet.nn.position import MDTPE
 
 # not 5 to 7 cells along the first of three axes: there torch 2.14 is wrong on a CPU, see tests/nn/test_stem.py
 SPACES = {1: (37,), 2: (9, 14), 3: (9, 5, 6), 4: (3, 5, 4, 6), 5: (5, 2, 3, 2, 3)}
@@ -152,3 +153,25 @@ def test_grad_checkpointing_changes_no_gradient(close, make, inputs):
     for name, g in gradients(net, xs).items():
         close(g, expected[name], 1e-5)
     assert [calls[module] for module in again] == [3] * len(again)  # the first time, forward, backward
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        partial(NDLightNet, 2, num_classes=3),
+        partial(NDLightDiT, 2, 2, num_classes=3),
+        partial(NDLightUNet, 2, 1, 2, widths=(8, 16), depths=(0, 1)),
+        partial(Seq2Seq, 11, decoder_depth=1),
+        partial(AutoregressiveTTS, 11, 5, decoder_depth=1),
+        partial(ParallelTTS, 11, 5, decoder_depth=1),
+    ],
+    ids=lambda net: net.func.__name__,
+)
+def test_each_network_takes_the_papers_md_tpe(net):
+    small = {} if net.func is NDLightUNet else {"embed_dim": 16, "depth": 1}
+    for tpe, published in (("published", True), (True, False)):
+        layers = [layer for layer in net(tpe=tpe, **small).modules() if isinstance(layer, MDTPE)]
+        assert layers and all(layer.published == published for layer in layers)
+    assert not any(isinstance(layer, MDTPE) for layer in net(tpe=False, **small).modules())
+    with pytest.raises(ValueError, match=r"^tpe='one way': expected True, False or 'published'"):
+        net(tpe="one way", **small)

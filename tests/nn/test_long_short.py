@@ -73,3 +73,10 @@ def test_slots_without_a_neighbourhood_are_a_bounded_memory(close):
     torch.nn.init.constant_(m.bias, -1e4)
     for causal in (False, True):
         close(m(x, causal=causal), abc(x, causal=causal), 1e-12)
+
+
+def test_a_cross_layer_has_gradients_of_all_parameters():
+    """DDP waits for each, also for the biases of the neighbourhood, which another source has not."""
+    m = LongShortAttention(8, HEADS, slots=SLOTS)
+    m(torch.randn(2, 4, 8), context=torch.randn(2, 5, 8)).sum().backward()
+    assert all(p.grad is not None for p in m.parameters()) and not m.bias.grad.any()

@@ -214,7 +214,10 @@ def build_mixer(factory: Named, dim: int, *, dims: int | None, layer: int, causa
     options = {"dims": dims, "layer": layer, "causal": causal}
     missing = {key: n for key, n in options.items() if n is not None and key in named and settings.get(key) is None}
     build: Callable[..., nn.Module] = factory
-    return build(dim, **missing)
+    mixer = build(dim, **missing)
+    if causal and not getattr(mixer, "causal_form", True):
+        raise ValueError(f"causal=True: {type(mixer).__name__} has no causal form, expected another mixer")
+    return mixer
 
 
 def layer_factories(

@@ -124,19 +124,21 @@ class CachedLatents(Dataset[Sample]):
 
 def cached_latents(folder: Path, codec: Any, trainer: Any) -> CachedLatents:
     """Return the latents, by `codec`, of the training images of its ImageFolders; all processes encode those that
-    `folder` lacks. DataError if it has those of other images or of another autoencoder."""
+    `folder` lacks. DataError if it has those of images of other names or labels, of another size or of another
+    autoencoder; what is in the images is not compared."""
     data = codec.data
     files = data.train_set.files
     weights = [codec.path / "config.json", *sorted(codec.path.glob("*.safetensors"))]
     record = {
-        "images": [str(files.root.resolve()), sha256(files.names.tobytes() + files.labels.tobytes()).hexdigest()],
+        "images": sha256(files.names.tobytes() + files.labels.tobytes()).hexdigest(),
         "size": [data.channels, *data.space, data.interpolation],
         "autoencoder": sha256(b"".join(path.read_bytes() for path in weights)).hexdigest(),
     }
     if not (file := folder / "latents.json").exists():
         with atomic_write(file) as draft:  # all processes write the same
             draft.write_text(json.dumps(record))
-    existing = json.loads(file.read_text())
+    with readable(file):
+        existing = dict(json.loads(file.read_text()))
     if changed := {key: existing.get(key) for key in record if existing.get(key) != record[key]}:
         expected = {key: record[key] for key in changed}
         raise DataError(f"model.latents={folder}: has latents of {changed}, expected {expected}; remove the folder")

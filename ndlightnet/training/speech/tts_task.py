@@ -128,8 +128,10 @@ class TTSTask(Task):
 
     def _spectra(self, batch: Spoken) -> list[Tensor]:
         """Return the log spectrum (frames, bands) of each synthesised text."""
-        spectra, lengths = self.net.synthesize(batch.text, LONGEST * batch.text.shape[1], batch.mask)
-        return [self._denormalised(x[:length]) for x, length in zip(spectra, lengths.tolist(), strict=True)]
+        most = LONGEST * batch.mask.sum(1)  # not that of the batch, or a text would depend on the others
+        spectra, lengths = self.net.synthesize(batch.text, int(most.max()), batch.mask)
+        ends = torch.minimum(lengths, most).tolist()
+        return [self._denormalised(x[:end]) for x, end in zip(spectra, ends, strict=True)]
 
     def _denormalised(self, spectrum: Tensor) -> Tensor:
         data = self.data()
@@ -141,18 +143,18 @@ class TTSTask(Task):
         self.spoken: dict[int, tuple[Tensor, Tensor]] = {}  # of those shown spectra, synthesised and recorded
 
     def test_step(self, batch: Spoken, _: int) -> None:
-        losses = self.net(batch.text, batch.spectra, batch.mask, batch.frame_mask)
+        predicted = self.net(batch.text, batch.spectra, batch.mask, batch.frame_mask)
         answers, first = self._spectra(batch), len(self.data().lines) - self.data().test
         for row, index in enumerate(batch.numbers.tolist()):
             inside = batch.frame_mask[row]
-            error = (losses.spectra[row] - batch.spectra[row])[inside].abs().float().mean()
+            error = (predicted.spectra[row] - batch.spectra[row])[inside].abs().float().mean()
             recorded = self._denormalised(batch.spectra[row][inside])
-            silent = distortions(self.data().mean[None], recorded)
+            constant = distortions(self.data().mean[None], recorded)
             self.tested[index] = {
                 **distortions(answers[row], recorded),
                 "length": len(answers[row]) / len(recorded),
                 "spectrum_error": float(error),
-                **{f"mean_frame_{name}": value for name, value in silent.items()},
+                **{f"mean_frame_{name}": value for name, value in constant.items()},
             }
             if index - first < SHOWN:
                 self.spoken[index] = answers[row], recorded

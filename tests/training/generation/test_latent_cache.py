@@ -113,6 +113,10 @@ def test_a_folder_of_other_latents_is_refused(write_stripes, autoencoder, tmp_pa
     autoencoder = save_autoencoder(tmp_path / "wider", latent_channels=4) if wider else autoencoder
     with pytest.raises(DataError, match=f"^model.latents={re.escape(str(folder))}: {message}"):
         encoded(colour_folders(root, **options), folder, autoencoder)
+    for damaged in ("", "[1]"):
+        (folder / "latents.json").write_text(damaged)
+        with pytest.raises(DataError, match=r"latents.json: cannot be read \("):
+            encoded(colour_folders(root), folder, autoencoder)
 
 
 @pytest.mark.slow

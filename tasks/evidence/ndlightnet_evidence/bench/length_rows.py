@@ -187,4 +187,5 @@ def draw(cells: Sequence[Run], path: Path) -> None:
         lines = {name: plots.Line([*line], torch.tensor([[*line.values()]])) for name, line in points.items()}
         if lines:
             panels.append(plots.Panel("tokens in a sequence", lines, title, unit, base=2, ylog=True))
-    plots.draw(path, panels)
+    if panels:
+        plots.draw(path, panels)
