@@ -64,6 +64,8 @@ class AutoregressiveTTS(Seq2Seq):
         others: as in Seq2Seq.
     """
 
+    learns_alignment = True
+
     @recorded
     def __init__(self, vocab_size: int = 256, bands: int = 80, frames_per_step: int = 4, **kwargs: Any) -> None:
         check_integers(1, bands=bands, frames_per_step=frames_per_step)
@@ -113,7 +115,8 @@ class AutoregressiveTTS(Seq2Seq):
         return frames.unflatten(2, (-1, self.bands)).flatten(1, 2), stop[..., 0]
 
     def losses(self, predicted: Frames, spectra: Tensor, mask: Tensor, frame_mask: Tensor) -> dict[str, Tensor]:
-        """Return the mean absolute error of the spectra and the cross-entropy of the last step."""
+        """Return the mean absolute error of the spectra and the cross-entropy of the last step, means over what the
+        masks, of letters and of frames, let through."""
         steps = frame_mask[:, :: self.frames_per_step]
         last = steps & ~pad(steps[:, 1:], (0, 1))
         stop = binary_cross_entropy_with_logits(predicted.stop.float(), last.float(), reduction="none")
@@ -166,6 +169,8 @@ class ParallelTTS(Pretrained):
         mixer: of encoder and decoder, as in NDLightNet. decoder_mixer: of the decoder; default: as the encoder's.
         tpe, tpe_states, dropout, device, dtype: as in NDLightNet.
     """
+
+    learns_alignment = False  # but searches it
 
     @recorded
     def __init__(
@@ -233,7 +238,7 @@ class ParallelTTS(Pretrained):
 
     def losses(self, predicted: AlignedFrames, spectra: Tensor, mask: Tensor, frame_mask: Tensor) -> dict[str, Tensor]:
         """Return the mean absolute error of the spectra, half the squared distance of frames from their letters' means,
-        and the squared error of log(1 + frames)."""
+        and the squared error of log(1 + frames), means over what the masks, of letters and of frames, let through."""
         letters = letters_of_frames(predicted.durations, spectra.shape[1])
         means = predicted.means.gather(1, letters[..., None].expand(-1, -1, self.bands))
         target = predicted.durations.to(torch.float32).log1p()
@@ -249,7 +254,7 @@ class ParallelTTS(Pretrained):
         most `most`: every letter has one or more, and what is beyond is left out."""
         check_integers(1, most=most)
         features = self.encoder.forward_features(text, mask)
-        durations = self.duration(features)[..., 0].float().expm1().clamp(1, most).round().long()
+        durations = self.duration(features)[..., 0].float().expm1().nan_to_num(1.0).clamp(1, most).round().long()
         durations = durations if mask is None else durations * mask
         ends = durations.cumsum(1).clamp(max=most)
         lengths, durations = ends[:, -1], ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
@@ -274,6 +279,8 @@ def letters_of_frames(durations: Tensor, frames: int) -> Tensor:
     return torch.searchsorted(ends, places, right=True).clamp(max=durations.shape[1] - 1)
 
 
+# or torch.compile would unroll the frames, anew for each number of them
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def search_durations(means: Tensor, spectra: Tensor, mask: Tensor | None, frame_mask: Tensor | None) -> Tensor:
     """Return the durations (batch, length), 1 or more, int64, that divide the frames of a sample among its letters, in

@@ -44,7 +44,11 @@ ARGUMENTS = [
     ),
     (words, {"dims": 2}, "dims=2 with vocab_size=5: expected dims=1"),
     (words, {"tpe": "both"}, "tpe='both': expected True, False or 'published'"),
-    (words, {"mixer": "NystromAttention"}, "causal=True: NystromAttention has no causal form, expected another mixer"),
+    (
+        words,
+        {"mixer": "NystromAttention", "causal": True},
+        "causal=True: NystromAttention has no causal form, expected another mixer",
+    ),
     (image, {"mixer": SoftmaxAttention(16)}, r"mixer=SoftmaxAttention\(\.\.\.\): expected"),
     (stem, {"dims": 4, "patch_size": 2}, "dims=4 with stem_blocks: expected 1, 2 or 3, torch has no Conv"),
     (stem, {"patch_size": (3, 4)}, r"patch_size=\(3, 4\): expected powers of 2"),

@@ -50,14 +50,15 @@ def test_a_sample_of_a_batch_is_what_it_is_alone(make, mixer, close):
     batch, alone = net(text, spectra, MASK, FRAMES), net(text[1:, :4], spectra[1:, :13])
     close(batch.spectra[1:, :13], alone.spectra, 1e-9)
     losses, single = net.losses(batch, spectra, MASK, FRAMES), []
-    for row in range(2):
-        words, frames = int(MASK[row].sum()), int(FRAMES[row].sum())
+    for words, frames, row in ((6, 19, 0), (4, 13, 1)):
         sample = text[row : row + 1, :words], spectra[row : row + 1, :frames]
         full = torch.ones(1, words, dtype=torch.bool), torch.ones(1, frames, dtype=torch.bool)
         single.append(net.losses(net(*sample), sample[1], *full))
-    assert losses["spectrum_loss"].item() == pytest.approx(
-        sum(n * one["spectrum_loss"].item() for n, one in zip((19, 13), single, strict=True)) / 32
-    )
+    counts = {"stop_loss": (5, 4), "duration_loss": (6, 4)}  # steps, letters; the others are of frames
+    for name, loss in losses.items():
+        first, second = counts.get(name, (19, 13))
+        mean = (first * single[0][name] + second * single[1][name]) / (first + second)
+        assert loss.item() == pytest.approx(mean.item(), rel=1e-6), name
     y, lengths = net.synthesize(text, 40, MASK)
     z, length = net.synthesize(text[1:, :4], 40)
     assert lengths[1] == length[0] and lengths.max() == y.shape[1] <= 40
@@ -102,6 +103,23 @@ def test_the_last_step_is_the_end():
     assert net.losses(predicted, spectra, MASK, FRAMES)["stop_loss"] < 1e-3
     late = predicted._replace(stop=stop.roll(1, 1))
     assert net.losses(late, spectra, MASK, FRAMES)["stop_loss"] > 3
+
+
+def test_losses_of_durations_and_means():
+    net, text, spectra = ParallelTTS(11, 5, **SMALL), torch.randint(11, (2, 6)), torch.randn(2, 19, 5)
+    predicted = net(text, spectra, MASK, FRAMES)
+    durations = torch.tensor([[4, 3, 3, 3, 3, 3], [5, 2, 3, 3, 0, 0]])
+    exact = predicted._replace(durations=durations, log_durations=(1.0 + durations).log())
+    letters = letters_of_frames(durations, 19)
+    means = torch.stack([means[letter] for means, letter in zip(predicted.means, letters, strict=True)])
+    losses = net.losses(exact, spectra, MASK, FRAMES)
+    assert losses["duration_loss"] < 1e-12
+    expected = ((means - spectra).square().mean(-1) / 2)[FRAMES].mean()
+    assert losses["mean_loss"].item() == pytest.approx(expected.item(), rel=1e-5)
+    wrong = exact._replace(log_durations=exact.log_durations + 0.5 * MASK)
+    assert net.losses(wrong, spectra, MASK, FRAMES)["duration_loss"].item() == pytest.approx(0.25, rel=1e-5)
+    net.losses(predicted, spectra, MASK, FRAMES)["duration_loss"].backward()
+    assert all(p.grad is None for p in net.encoder.parameters()) and net.duration[0].weight.grad.any()
 
 
 def test_durations_of_a_synthesis():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,24 +19,29 @@ SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
 
 def read_audio(path: Path, rate: int | None = None) -> tuple[Tensor, int]:
     """Read a file of one channel of 16 bits: (samples,) int16 and its rate; one of any form if it is to be converted to
-    a `rate`, its channels averaged. DataError if it cannot be read."""
+    a `rate`, its channels averaged. DataError if it cannot be read, is cut off or has samples that are not numbers."""
     import soundfile
+    from torchaudio.functional import resample
 
     if not path.is_file():
         raise DataError(f"{path}: no such file")
+    with readable(path), path.open("rb") as raw:
+        head = raw.read(
+            8
+        )  # the reader corrects the length of a WAV file that is cut off; 2**32 - 1 is that of a stream
+        if head[:4] == b"RIFF" and path.stat().st_size < 8 + int.from_bytes(head[4:], "little") < 2**32:
+            raise DataError(f"{path}: is cut off")
     with readable(path), soundfile.SoundFile(path) as file:
         plain, actual, count = file.channels == 1 and file.subtype == "PCM_16", file.samplerate, file.frames
         signal = torch.from_numpy(file.read(dtype="float32", always_2d=True)) * 2**15  # exact for 16 bits
     if not len(signal):
         raise DataError(f"{path}: has no samples")
-    if len(signal) < count:
-        raise DataError(f"{path}: ends after {len(signal)} of {count} samples")
+    if len(signal) < count or not signal.isfinite().all():
+        raise DataError(f"{path}: has {len(signal)} of {count} samples, expected all, and numbers")
     if rate is None:
         if not plain:
             raise DataError(f"{path}: expected one channel of 16 bits a sample")
         return signal[:, 0].to(torch.int16), actual
-    from torchaudio.functional import resample
-
     mono = resample(signal.mean(1), actual, rate)
     return mono.round().clamp(-(2**15), 2**15 - 1).to(torch.int16), rate
 
@@ -69,14 +75,19 @@ class MelScale:
         return MelSpectrogram(n_fft=self.window, hop_length=self.step, power=1, **self._bands)
 
     def spectrum(self, signal: Tensor) -> Tensor:
-        """Map a signal (samples,) int16 to the logarithms of its bands' magnitudes, (frames, bands) float32."""
+        """Map a signal (samples,) int16, more than half a window, to the logarithms of its bands' magnitudes, (1 +
+        samples / step, bands) float32."""
         bands: Tensor = self._transform(signal.float() / 2**15)
         return bands.clamp(min=FLOOR).log().mT
 
     def signal(self, spectrum: Tensor) -> Tensor:
-        """Return a signal (samples,) float32 of such a spectrum, with phases by Griffin and Lim's algorithm."""
+        """Return a signal (samples,) float32, `step` for each frame at most, of a spectrum (frames, bands), with phases
+        by Griffin and Lim's algorithm."""
         from torchaudio.transforms import GriffinLim, InverseMelScale
 
+        frames, enough = len(spectrum), self.window // (2 * self.step) + 2
+        silence = max(0, enough - frames)  # behind a spectrum that is shorter than a window
+        spectrum = torch.nn.functional.pad(spectrum, (0, 0, 0, silence), value=math.log(FLOOR))
         magnitudes = InverseMelScale(self.window // 2 + 1, **self._bands)(spectrum.float().cpu().mT.exp())
         signal: Tensor = GriffinLim(self.window, hop_length=self.step, power=1)(magnitudes)
-        return signal
+        return signal[: frames * self.step]

@@ -127,7 +127,7 @@ class CompletionTask(Task):
         )
 
     def on_predict_epoch_start(self) -> None:
-        self.count = 0
+        self.written: dict[int, str] = {}
 
     def predict_step(self, batch: tuple[Any, ...], _: int) -> None:
         data, (parts, _labels, numbers) = self.data(), batch
@@ -141,9 +141,9 @@ class CompletionTask(Task):
             save_clouds(
                 path.with_suffix(".png"), [[("seen", where.points), ("answer", (answer - where.centre) / where.radius)]]
             )
-            self.count += 1
+            self.written[number] = path.name
 
     def on_predict_epoch_end(self) -> None:
         self.failures += self.data().unreadable
         self.gather_lines()
-        self.summary = f"{self.count} clouds are in {self.out() / 'predictions'}"
+        self.summary = f"{len(self.gathered(self.written))} clouds are in {self.out() / 'predictions'}"

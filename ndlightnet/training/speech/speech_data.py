@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ndlightnet.data.errors import DataError, check_unique, readable
+from ndlightnet.data.errors import DataError, readable
 from ndlightnet.data.folders import list_files
 from ndlightnet.data.made.babble import make_babble
 from ndlightnet.data.signal.sound import SOUNDS, MelScale, read_audio
@@ -18,6 +19,7 @@ from ndlightnet.data.text.tokenizer import ByteTokenizer
 from ndlightnet.data.threads import in_threads
 from ndlightnet.training.core.data_module import DataModule, held_out
 from ndlightnet.training.core.options import check
+from ndlightnet.training.report.results import log_rank_zero
 
 TABLE = "metadata.csv"
 
@@ -90,7 +92,7 @@ class SpeechData(DataModule):
         super().__init__(root, batch_size, workers, input)
         for name, value in {"rate": rate, "window": window, "step": step, "bands": bands, "test": test}.items():
             check(f"data.{name}", value, value > 0, "1 or more")
-        check("data.step", step, step <= window, f"at most window={window}")
+        check("data.step", step, 2 * step <= window, f"at most half of window={window}")
         check("data.validation", validation, 0 <= validation < 1, "a fraction below 1")
         self.scale, self.test, self.validation = MelScale(rate, window, step, bands), test, validation
         self.mean, self.deviation = torch.empty(0), torch.empty(0)
@@ -98,14 +100,20 @@ class SpeechData(DataModule):
         self.unreadable: list[str] = []
 
     def names(self) -> dict[str, list[Any]]:
-        """The scale of the spectra and what they are normalised by, after a training has begun."""
+        """The scale of the spectra, the number of recordings of the test and what spectra are normalised by, after a
+        training has begun."""
         if not len(self.mean):
             return {}
-        scale = [self.scale.rate, self.scale.window, self.scale.step, self.scale.bands]
-        return {"scale": scale, "mean": self.mean.tolist(), "deviation": self.deviation.tolist()}
+        return {"options": self.options(), "mean": self.mean.tolist(), "deviation": self.deviation.tolist()}
+
+    def options(self) -> list[int]:
+        """Return rate, window, step, bands and test, which a training and its test share."""
+        return [self.scale.rate, self.scale.window, self.scale.step, self.scale.bands, self.test]
 
     def set_names(self, names: dict[str, list[Any]]) -> None:
-        self.scale = MelScale(*names["scale"])
+        if (options := names["options"]) != self.options():
+            log_rank_zero([f"data: rate, window, step, bands and test are the training's, {options}"])
+        self.scale, self.test = MelScale(*options[:4]), options[4]
         self.mean, self.deviation = torch.tensor(names["mean"]), torch.tensor(names["deviation"])
 
     def setup(self, stage: str) -> None:
@@ -113,9 +121,14 @@ class SpeechData(DataModule):
         if stage in ("test", "predict"):
             return  # what spectra are normalised by is that of the training before, or comes with the checkpoint
         spectra = self._spectra(False)
-        held = {[*spectra][place] for place in held_out(self.validation, len(spectra))}
-        frames = torch.cat([spectrum for number, spectrum in spectra.items() if number not in held])
-        self.mean, self.deviation = frames.mean(0), frames.std(0).clamp(min=1e-3)
+        held = held_out(self.validation, len(spectra))
+        fitted = [spectrum.double() for number, spectrum in spectra.items() if number not in held]
+        if not fitted:
+            raise DataError(f"{self.root}: validation={self.validation} leaves no recording to train on")
+        count = sum(map(len, fitted))
+        mean = torch.stack([spectrum.sum(0) for spectrum in fitted]).sum(0) / count
+        squares = torch.stack([(spectrum - mean).square().sum(0) for spectrum in fitted]).sum(0) / count
+        self.mean, self.deviation = mean.float(), squares.sqrt().clamp(min=1e-3).float()
         self.train_set = self._samples({n: x for n, x in spectra.items() if n not in held})
         self.val_set = self._samples({n: x for n, x in spectra.items() if n in held})
 
@@ -124,24 +137,32 @@ class SpeechData(DataModule):
         self.lines = read_lines(self.root / TABLE)
         if len(self.lines) <= self.test:
             raise DataError(f"{self.root / TABLE}: {len(self.lines)} recordings, expected more than test={self.test}")
-        files = {Path(file).stem: Path(file) for file in list_files(self.root, SOUNDS)}
+        files: dict[str, list[Path]] = {}
+        for file in map(Path, list_files(self.root, SOUNDS)):
+            files.setdefault(file.stem, []).append(file)
         first = len(self.lines) - self.test
         numbers = range(first, len(self.lines)) if tests else range(first)
 
         def spectrum(number: int) -> Tensor:
             name, text = self.lines[number]
-            if name not in files:
-                raise DataError(f"{self.root}: has no recording {name}.wav, .flac, .ogg or .mp3 of {TABLE}")
-            spectrum, letters = self.scale.spectrum(read_audio(files[name], self.scale.rate)[0]), len(letters_of(text))
-            if len(spectrum) < letters:
-                raise DataError(f"{files[name]}: {len(spectrum)} frames, expected one or more of its {letters} letters")
-            return spectrum
+            if len(paths := files.get(name, [])) != 1:
+                counted = " and ".join(map(str, paths)) or "no file"
+                raise DataError(f"{self.root}: has {counted} of {name} in {TABLE}, expected one, of any folder below")
+            (path,) = paths
+            signal, letters = read_audio(path, self.scale.rate)[0], len(letters_of(text))
+            frames = 1 + len(signal) // self.scale.step
+            if frames < letters or len(signal) <= self.scale.window // 2:
+                least = (
+                    f"one or more for each of its {letters} letters, and half a window of {self.scale.window} samples"
+                )
+                raise DataError(f"{path}: {frames} frames, expected {least}")
+            return self.scale.spectrum(signal)
 
         return dict(zip(numbers, in_threads(spectrum, numbers, "recordings"), strict=True))
 
     def _samples(self, spectra: dict[int, Tensor]) -> list[tuple[Tensor, Tensor, int]]:
         return [
-            (letters_of(self.lines[number].text), (spectrum - self.mean) / self.deviation, number)
+            (letters_of(self.lines[number].text), spectrum.sub_(self.mean).div_(self.deviation), number)
             for number, spectrum in spectra.items()
         ]
 
@@ -175,7 +196,7 @@ def read_lines(path: Path) -> list[Line]:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     with readable(path):
-        rows = path.read_text("utf-8-sig").splitlines()
+        rows = path.read_text("utf-8-sig").split("\n")
     lines = []
     for number, row in enumerate(rows, 1):
         fields = [field.strip() for field in row.split("|")]
@@ -185,7 +206,8 @@ def read_lines(path: Path) -> list[Line]:
             lines.append(Line(fields[0], fields[-1]))
     if not lines:
         raise DataError(f"{path}: has no lines")
-    check_unique(path, [line.name for line in lines])
+    if twice := [name for name, count in Counter(line.name for line in lines).items() if count > 1]:
+        raise DataError(f"{path}: names {twice[0]} more than once")
     return lines
 
 

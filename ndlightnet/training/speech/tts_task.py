@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.fft import dct
+from scipy.spatial.distance import cdist
 from torch import Tensor
 
-from ndlightnet.data.errors import file_name, printable
+from ndlightnet.data.errors import DataError, file_name, printable
 from ndlightnet.data.signal.sound import FLOOR, write_audio
 from ndlightnet.training.core.costs import training_costs
+from ndlightnet.training.core.options import check
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.report.figures import panels_of, save_figure
 from ndlightnet.training.report.page import number, write_html
@@ -25,15 +27,16 @@ from ndlightnet.training.speech.speech_data import Spoken
 SHOWN = 6  # recordings on the page and with an alignment, the first of the test
 LONGEST = 20  # frames of a letter, on average, after which a synthesis is cut off
 CEPSTRA = 13
+LETTERS = 256  # bytes
 PAGE = """
 {% extends "base" %}
 {% block content %}
 {{ table(["", "MCD, dB", "MSD"], scores) }}
 {% for one in samples %}
 <h2>{{ one.text }} <span class="soft">{{ one.name }}, MCD {{ one.score }} dB</span></h2>
-<p>synthesised <audio controls src="{{ one.file }}.wav"></audio>
-recorded <audio controls src="{{ one.file }}_recorded.wav"></audio></p>
-<p><img src="{{ one.file }}.png" alt="spectra and alignment"></p>
+<p>synthesised <audio controls src="test/{{ one.file }}.wav"></audio>
+recorded <audio controls src="test/recorded/{{ one.file }}.wav"></audio></p>
+<p><img src="test/{{ one.file }}.png" alt="spectra and alignment"></p>
 {% endfor %}
 {% endblock %}
 """
@@ -42,7 +45,7 @@ recorded <audio controls src="{{ one.file }}_recorded.wav"></audio></p>
 def warped_distance(a: NDArray[np.floating[Any]], b: NDArray[np.floating[Any]]) -> float:
     """Return the mean distance of rows of a (n, d) and b (m, d) that dynamic time warping pairs: along the path from
     the first two rows to the last two, by steps of one in a, in b or in both, of the least sum."""
-    costs = np.linalg.norm(a[:, None].astype(np.float64) - b[None], axis=-1)
+    costs = cdist(a, b)
     n, m = costs.shape
     total, count = np.full((n + 1, m + 1), np.inf), np.zeros((n + 1, m + 1))
     total[0, 0] = 0
@@ -94,9 +97,9 @@ def save_spectra(path: Path, panels: list[tuple[str, Tensor]]) -> None:
 
 class TTSTask(Task):
     """Trains `net`, a ParallelTTS or an AutoregressiveTTS, by the sum of its losses. `test` speaks the texts of
-    recordings and measures mel cepstral and spectral distortion, beside those of the mean frame, and the alignment:
-    metrics.json, test.csv and index.html with spectra, alignments and sounds; `predict` writes predictions/NAME.wav,
-    by Griffin and Lim's algorithm, and its spectrum, a picture.
+    recordings and measures mel cepstral and spectral distortion, beside those of the mean frame, and the alignment, if
+    the network learns it: metrics.json, test.csv and index.html with spectra, alignments and sounds; `predict` writes
+    predictions/NAME.wav, by Griffin and Lim's algorithm, and its spectrum, a picture.
 
     Args: as in Task.
     """
@@ -108,6 +111,17 @@ class TTSTask(Task):
 
     def setup(self, stage: str) -> None:
         self.expect(bands=self.data().scale.bands)
+        letters = getattr(self.net, "vocab_size", LETTERS)
+        check("model.net.vocab_size", letters, letters >= LETTERS, f"{LETTERS} or more, those of bytes")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        data, saved = self.data(), checkpoint["names"].get("options")
+        if data.names() and data.options() != saved:
+            raise DataError(
+                f"{data.root}: rate, window, step, bands and test are {data.options()}, but the checkpoint was trained "
+                f"with {saved}"
+            )
+        super().on_load_checkpoint(checkpoint)
 
     def _losses(self, batch: Spoken, predicted: Any) -> dict[str, Tensor]:
         losses: dict[str, Tensor] = self.net.losses(predicted, batch.spectra, batch.mask, batch.frame_mask)
@@ -121,7 +135,7 @@ class TTSTask(Task):
 
     def validation_step(self, batch: Spoken, _: int) -> None:
         losses = self._losses(batch, self.net(batch.text, batch.spectra, batch.mask, batch.frame_mask))
-        options: dict[str, Any] = {"batch_size": len(batch.text), "sync_dist": True}
+        options: dict[str, Any] = {"batch_size": int(batch.frame_mask.sum()), "sync_dist": True}
         for name, loss in losses.items():
             self.log(f"val_{name}", loss, **options)
         self.log("val_score", -losses["spectrum_loss"], **options)
@@ -130,6 +144,8 @@ class TTSTask(Task):
         """Return the log spectrum (frames, bands) of each synthesised text."""
         most = LONGEST * batch.mask.sum(1)  # not that of the batch, or a text would depend on the others
         spectra, lengths = self.net.synthesize(batch.text, int(most.max()), batch.mask)
+        if not spectra.isfinite().all():
+            raise DataError("model.net: its spectra are not numbers; expected a training that ended with a finite loss")
         ends = torch.minimum(lengths, most).tolist()
         return [self._denormalised(x[:end]) for x, end in zip(spectra, ends, strict=True)]
 
@@ -173,11 +189,11 @@ class TTSTask(Task):
             return
         data, out = self.data(), self.out()
         means = {name: mean(one[name] for one in tested.values()) for name in next(iter(tested.values()))}
-        alignments = [alignment_scores(one) for one in shares.values()]
+        alignments = [alignment_scores(one) for one in shares.values() if self.net.learns_alignment]
         metrics = {
             **{name: value for name, value in means.items() if not name.startswith("mean_frame")},
             "mean_frame": {name: means[f"mean_frame_{name}"] for name in ("mcd", "msd")},
-            **{name: mean(one[name] for one in alignments) for name in alignments[0]},
+            **{name: mean(one[name] for one in alignments) for name in next(iter(alignments), {})},
             "recordings": len(tested),
             **training_costs(self.net, self.cost),
         }
@@ -190,15 +206,15 @@ class TTSTask(Task):
         )
         samples = []
         for index, (answer, recorded) in spoken.items():
-            line, file = data.lines[index], f"test/{file_name(data.lines[index].name)}"
-            for path, spectrum in ((f"{file}.wav", answer), (f"{file}_recorded.wav", recorded)):
+            line, file = data.lines[index], file_name(data.lines[index].name)
+            for path, spectrum in ((f"test/{file}.wav", answer), (f"test/recorded/{file}.wav", recorded)):
                 write_audio(out / path, data.scale.signal(spectrum), data.scale.rate)
             panels = [
                 ("recorded: mel bands over frames", recorded),
                 ("synthesised", answer),
                 ("alignment of the recording: letters over frames or steps", shares[index]),
             ]
-            save_spectra(out / f"{file}.png", panels)
+            save_spectra(out / f"test/{file}.png", panels)
             score = number(tested[index]["mcd"], 2)
             samples.append({"text": line.text, "name": line.name, "score": score, "file": file})
         table = [
@@ -207,15 +223,16 @@ class TTSTask(Task):
         ]
         summary = (
             f"mel cepstral distortion {means['mcd']:.2f} dB over {len(tested)} recordings (the mean frame "
-            f"{means['mean_frame_mcd']:.2f}), of {means['length']:.2f} times their length; "
-            f"alignment: focus {metrics['focus']:.2f}, order {metrics['order']:.2f}"
+            f"{means['mean_frame_mcd']:.2f}), of {means['length']:.2f} times their length"
         )
+        if self.net.learns_alignment:
+            summary += f"; alignment: focus {metrics['focus']:.2f}, order {metrics['order']:.2f}"
         title = f"Test: {printable(data.root)}"
         write_html(out / "index.html", PAGE, title=title, summary=summary, failures=[], scores=table, samples=samples)
         self.summary = f"{summary}; see {out / 'index.html'}"
 
     def on_predict_epoch_start(self) -> None:
-        self.count = 0
+        self.written: dict[int, str] = {}
 
     def predict_step(self, batch: Spoken, _: int) -> None:
         scale = self.data().scale
@@ -223,10 +240,10 @@ class TTSTask(Task):
             line = self.data().lines[index]
             path = self.out() / "predictions" / f"{file_name(line.name)}.wav"
             write_audio(path, scale.signal(spectrum), scale.rate)
-            save_spectra(path.with_suffix(".png"), [(line.text, spectrum)])
-            self.count += 1
+            save_spectra(path.with_suffix(".png"), [(line.text[:100], spectrum)])
+            self.written[index] = line.name
 
     def on_predict_epoch_end(self) -> None:
         self.failures += self.data().unreadable
         self.gather_lines()
-        self.summary = f"{self.count} texts are spoken in {self.out() / 'predictions'}"
+        self.summary = f"{len(self.gathered(self.written))} texts are spoken in {self.out() / 'predictions'}"

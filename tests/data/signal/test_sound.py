@@ -60,3 +60,25 @@ def test_files_that_are_written(tmp_path):
         samples = np.frombuffer(file.readframes(4), np.int16)
     assert abs(samples.astype(int) - [0, 2**14, -(2**15), 2**15 - 1]).max() <= 1
     assert read_audio(tmp_path / "new" / "a.wav")[0].tolist() == samples.tolist()
+
+
+def test_what_is_not_whole_is_refused(tmp_path):
+    path = tmp_path / "a.wav"
+    write_audio(path, torch.rand(8000), 8000)
+    path.write_bytes(path.read_bytes()[:9000])
+    with pytest.raises(DataError, match=r"a.wav: is cut off"):
+        read_audio(path)
+    content = bytearray(path.read_bytes())
+    content[4:8] = content[40:44] = b"\xff" * 4  # as written to a pipe, which tells no length
+    path.write_bytes(content)
+    assert len(read_audio(path)[0]) == (9000 - 44) // 2
+    soundfile.write(path, np.full(100, np.nan), 8000, "FLOAT")
+    with pytest.raises(DataError, match=r"a.wav: has 100 of 100 samples, expected all, and numbers"):
+        read_audio(path, 8000)
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 4, 9])
+def test_spectra_that_are_shorter_than_a_window(frames):
+    scale = MelScale(16000, 1024, 200, 40)
+    signal = scale.signal(torch.zeros(frames, 40))
+    assert (frames - 1) * 200 <= len(signal) <= frames * 200 and signal.isfinite().all()
