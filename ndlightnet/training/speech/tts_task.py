@@ -84,11 +84,11 @@ def alignment_scores(shares: Tensor) -> dict[str, float]:
 
 
 def save_spectra(path: Path, panels: list[tuple[str, Tensor]]) -> None:
-    """Write a picture with a panel for each (title, values (frames, rows)), frames from left to right. Values from 0 to
-    1 are shares, others logarithms of magnitudes, from silence on."""
+    """Write a picture with a panel for each (title, values (frames, rows)), frames from left to right. Values of 0
+    and more are shares, others logarithms of magnitudes, drawn from silence on."""
     figure, axes = panels_of(len(panels), 1, (9, 2.1 * len(panels)))
     for axis, (title, values) in zip(axes[:, 0], panels, strict=True):
-        low, high = (0, 1) if values.min() >= 0 and values.max() <= 1 else (math.log(FLOOR), 1)
+        low, high = (0, float(values.max())) if values.min() >= 0 else (math.log(FLOOR), 1)
         picture = values.float().cpu().mT.numpy()
         axis.imshow(picture, aspect="auto", origin="lower", interpolation="nearest", vmin=low, vmax=high)
         axis.set_title(title, fontsize=9)
