@@ -279,8 +279,6 @@ def letters_of_frames(durations: Tensor, frames: int) -> Tensor:
     return torch.searchsorted(ends, places, right=True).clamp(max=durations.shape[1] - 1)
 
 
-# or torch.compile would unroll the frames, anew for each number of them
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def search_durations(means: Tensor, spectra: Tensor, mask: Tensor | None, frame_mask: Tensor | None) -> Tensor:
     """Return the durations (batch, length), 1 or more, int64, that divide the frames of a sample among its letters, in
