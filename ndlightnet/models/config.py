@@ -51,9 +51,12 @@ class Configured(Initialized):
 
     def reset_parameters(self) -> None:
         """Initialise all parameters and buffers as the constructor does, such as after `to_empty` of a network built
-        on device "meta"."""
-        reset(self)
-        init_network(self)
+        on device "meta"; parts that are networks first, which their constructors have initialised."""
+        networks = [part for part in self.children() if isinstance(part, Configured)]
+        for network in networks:
+            network.reset_parameters()
+        reset(self, leave_out=networks)
+        init_network(self, leave_out=networks)
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of decays, angles and the like, which weight decay would distort."""

@@ -15,7 +15,7 @@ from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.block import init_network
 from ndlightnet.nn.cross_block import CrossBlock, CrossState
-from ndlightnet.nn.initial import Device, reset
+from ndlightnet.nn.initial import Device, Initialized, reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Mixer, layer_factories, reads_context
 from ndlightnet.nn.position import TPE, build_tpe
@@ -37,7 +37,7 @@ class DecoderState(NamedTuple):
         return picked
 
 
-class Decoder(nn.Module):
+class Decoder(Initialized):
     """Tokens on one axis -> MD-TPE -> causal blocks that read a context -> norm.
 
     Arguments are Seq2Seq's.
@@ -104,6 +104,13 @@ class Decoder(nn.Module):
         return self.norm(x), state._replace(position=state.position + x.shape[1], tpe=tpe, layers=tuple(layers))
 
 
+def mixer_of_decoder(mixer: Factories, decoder_mixer: Factories | None) -> Factories:
+    """Return `decoder_mixer`, by default the encoder's. ValueError if that is a list for the encoder's layers."""
+    if decoder_mixer is None and isinstance(mixer, list | tuple):
+        raise ValueError("decoder_mixer=None: expected one beside a list for the encoder's layers")
+    return mixer if decoder_mixer is None else decoder_mixer
+
+
 class Seq2Seq(Pretrained):
     """Map a text to another (Vaswani et al. 2017): an NDLightNet reads the source, not causally; a decoder of causal
     blocks with cross attention predicts each word of the target from those before it. One table of words is the
@@ -142,8 +149,6 @@ class Seq2Seq(Pretrained):
     ) -> None:
         super().__init__()
         check_integers(1, decoder_depth=decoder_depth)
-        if decoder_mixer is None and isinstance(mixer, list | tuple):
-            raise ValueError("decoder_mixer=None: expected one beside a list for the encoder's layers")
         self.vocab_size, self.embed_dim = vocab_size, embed_dim
         self.encoder = NDLightNet(
             1,
@@ -158,7 +163,7 @@ class Seq2Seq(Pretrained):
         )
         if cross is None:
             cross = partial(LightNetAttention, lrpe=None)
-        later = mixer if decoder_mixer is None else decoder_mixer
+        later = mixer_of_decoder(mixer, decoder_mixer)
         self.decoder = Decoder(embed_dim, decoder_depth, later, cross, tpe, tpe_states, dropout)
         init_network(self.decoder)
 

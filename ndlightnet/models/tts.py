@@ -13,9 +13,9 @@ from ndlightnet.layout.abstract import check_integers
 from ndlightnet.models.backbone import NDLightNet
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
-from ndlightnet.models.seq2seq import Seq2Seq
+from ndlightnet.models.seq2seq import Seq2Seq, mixer_of_decoder
 from ndlightnet.nn.block import init_network
-from ndlightnet.nn.initial import Device
+from ndlightnet.nn.initial import Device, reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories
 from ndlightnet.nn.position import TPE
@@ -48,10 +48,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 def _check_spectra(spectra: Tensor, batch: int, bands: int) -> None:
     check_tensors(spectra=spectra)
-    if spectra.ndim != 3 or len(spectra) != batch or spectra.shape[2] != bands or not spectra.is_floating_point():
-        raise ValueError(
-            f"spectra {tuple(spectra.shape)} {spectra.dtype}: expected floats ({batch}, frames, bands={bands})"
-        )
+    shape = (batch, max(1, spectra.shape[1]), bands) if spectra.ndim == 3 else None
+    if tuple(spectra.shape) != shape or not spectra.is_floating_point():
+        expected = f"floats ({batch}, frames, bands={bands}), one frame or more"
+        raise ValueError(f"spectra {tuple(spectra.shape)} {spectra.dtype}: expected {expected}")
 
 
 class AutoregressiveTTS(Seq2Seq):
@@ -78,8 +78,8 @@ class AutoregressiveTTS(Seq2Seq):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        for part in (self.prenet, self.head):
-            init_network(part)
+        reset(self.prenet, self.head)
+        init_network(self.prenet, self.head)
 
     @property
     def pipeline_tag(self) -> str | None:
@@ -191,8 +191,6 @@ class ParallelTTS(Pretrained):
     ) -> None:
         super().__init__()
         check_integers(1, bands=bands, decoder_depth=decoder_depth)
-        if decoder_mixer is None and isinstance(mixer, list | tuple):
-            raise ValueError("decoder_mixer=None: expected one beside a list for the encoder's layers")
         self.vocab_size, self.bands, self.embed_dim = vocab_size, bands, embed_dim
         shared: dict[str, Any] = {
             "num_classes": 0,
@@ -202,7 +200,7 @@ class ParallelTTS(Pretrained):
             "dropout": dropout,
         }
         self.encoder = NDLightNet(1, vocab_size=vocab_size, depth=depth, mixer=mixer, **shared)
-        later = mixer if decoder_mixer is None else decoder_mixer
+        later = mixer_of_decoder(mixer, decoder_mixer)
         self.decoder = NDLightNet(1, embed_dim, patch_size=1, depth=decoder_depth, mixer=later, **shared)
         self.mean = nn.Linear(embed_dim, bands)
         self.duration = nn.Sequential(nn.Linear(embed_dim, embed_dim), nn.SiLU(), nn.Linear(embed_dim, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -140,9 +140,9 @@ def undecayed_names(net: nn.Module) -> set[str]:
     }
 
 
-def init_network(*modules: nn.Module) -> None:
-    """Apply `init_weights` to all modules within, tied parameters once."""
-    for _, module in owners(*modules):
+def init_network(*modules: nn.Module, leave_out: Sequence[nn.Module] = ()) -> None:
+    """Apply `init_weights` to all modules within but those to leave out, tied parameters once."""
+    for _, module in owners(*modules, leave_out=leave_out):
         init_weights(module)
 
 

@@ -7,7 +7,7 @@ module that its constructor makes, number by number with the same seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ class Initialized(nn.Module):
         reset(self)
 
 
-def owners(*modules: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of all modules within, parts before wholes. A module is left out if all
-    its parameters are those of an earlier one."""
-    done: set[nn.Module] = set()
+def owners(*modules: nn.Module, leave_out: Sequence[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of all modules within, parts before wholes, without those to leave out and what is within
+    them. A module is left out, too, if all its parameters are those of an earlier one."""
+    done = {*leave_out}
     yielded: set[int] = set()
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -49,10 +49,10 @@ def owners(*modules: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from visit("", module)
 
 
-def reset(*modules: nn.Module) -> None:
-    """Initialise modules, and all within them, as their constructors do. Raises ValueError for a
+def reset(*modules: nn.Module, leave_out: Sequence[nn.Module] = ()) -> None:
+    """Initialise modules, and all within them but those to leave out, as their constructors do. Raises ValueError for a
     module that holds parameters and cannot: it has neither `reset_own` nor `reset_parameters`."""
-    for name, module in owners(*modules):
+    for name, module in owners(*modules, leave_out=leave_out):
         if isinstance(module, Initialized):
             module.reset_own()
             continue

@@ -169,6 +169,8 @@ def test_a_step_depends_on_letters_as_far_as_changes_of_them_show(close):
     [
         (torch.randn(2, 19, 4), r"spectra \(2, 19, 4\) torch.float32: expected floats \(2, frames, bands=5\)"),
         (torch.randn(1, 19, 5), r"spectra \(1, 19, 5\)"),
+        (torch.randn(2, 0, 5), r"spectra \(2, 0, 5\) torch.float32: expected .*, one frame or more"),
+        (torch.randn(2, 5), r"spectra \(2, 5\)"),
         (torch.ones(2, 19, 5, dtype=torch.int64), "torch.int64: expected floats"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ndlightnet import MultiheadAttention, NDLightDiT, NDLightNet, NDLightUNet
-from ndlightnet.models import Forecaster
+from ndlightnet.models import AutoregressiveTTS, Forecaster, ParallelTTS, PointCompletion, Seq2Seq
 from ndlightnet.nn import GLU, MDLRPE, MDTPE, Block, Patchify, mixers
 from ndlightnet.nn.depthwise import LocalMixing
 from ndlightnet.nn.initial import assign, owners
@@ -34,6 +34,10 @@ MODULES = {
     "unet": partial(NDLightUNet, 2, widths=(4, 8), depths=(1, 1)),
     "separable unet": partial(NDLightUNet, 4, widths=(4, 8), depths=(0, 1), deep_supervision=True),
     "diffusion transformer": partial(NDLightDiT, 2, 1, 3, embed_dim=DIM, depth=2, tpe_states=4),
+    "sequence to sequence": partial(Seq2Seq, 11, embed_dim=16, depth=1, decoder_depth=1),
+    "speech by steps": partial(AutoregressiveTTS, 11, 5, embed_dim=16, depth=1, decoder_depth=1),
+    "speech at once": partial(ParallelTTS, 11, 5, embed_dim=16, depth=1, decoder_depth=1),
+    "clouds": partial(PointCompletion, 8, 4, embed_dim=16, depth=1, decoder_depth=1),
     "forecaster": partial(Forecaster, embed_dim=16, cross=mixers.GLA),
 }
 modules = pytest.mark.parametrize("name", MODULES)

@@ -26,9 +26,8 @@ def read_audio(path: Path, rate: int | None = None) -> tuple[Tensor, int]:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     with readable(path), path.open("rb") as raw:
-        head = raw.read(
-            8
-        )  # the reader corrects the length of a WAV file that is cut off; 2**32 - 1 is that of a stream
+        # soundfile corrects the length of a WAV file that is cut off; 2**32 - 1 is that of a stream
+        head = raw.read(8)
         if head[:4] == b"RIFF" and path.stat().st_size < 8 + int.from_bytes(head[4:], "little") < 2**32:
             raise DataError(f"{path}: is cut off")
     with readable(path), soundfile.SoundFile(path) as file:
@@ -64,7 +63,7 @@ class MelScale:
     step: int = 256
     bands: int = 80
 
-    @cached_property
+    @property
     def _bands(self) -> dict[str, Any]:
         return {"n_mels": self.bands, "sample_rate": self.rate, "norm": "slaney", "mel_scale": "slaney"}
 

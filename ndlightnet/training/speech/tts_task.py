@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError, file_name, printable
 from ndlightnet.data.signal.sound import FLOOR, write_audio
+from ndlightnet.data.text.tokenizer import ByteTokenizer
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.task import Task
@@ -27,7 +28,6 @@ from ndlightnet.training.speech.speech_data import Spoken
 SHOWN = 6  # recordings on the page and with an alignment, the first of the test
 LONGEST = 20  # frames of a letter, on average, after which a synthesis is cut off
 CEPSTRA = 13
-LETTERS = 256  # bytes
 PAGE = """
 {% extends "base" %}
 {% block content %}
@@ -111,8 +111,10 @@ class TTSTask(Task):
 
     def setup(self, stage: str) -> None:
         self.expect(bands=self.data().scale.bands)
-        letters = getattr(self.net, "vocab_size", LETTERS)
-        check("model.net.vocab_size", letters, letters >= LETTERS, f"{LETTERS} or more, those of bytes")
+        letters, enough = getattr(self.net, "vocab_size", None), ByteTokenizer.vocab_size
+        check(
+            "model.net.vocab_size", letters, letters is None or letters >= enough, f"{enough} or more, those of bytes"
+        )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         data, saved = self.data(), checkpoint["names"].get("options")

@@ -177,11 +177,11 @@ def table(cells: Sequence[Run]) -> str:
 def draw(cells: Sequence[Run], path: Path) -> None:
     """Draw time and memory of a layer and time of decoding over length, on logarithmic axes. Without a CUDA device the
     peak memory is not measured, and has no panel."""
-    shown = [cell for cell in cells if not cell["row"].endswith("causal") or cell["row"].startswith(FIRST)]
+    drawn = [cell for cell in cells if not cell["row"].endswith("causal") or cell["row"].startswith(FIRST)]
     panels = []
     for title, direction, key, unit in MEASURES[:3]:
         points: dict[str, dict[int, float]] = {}
-        for cell in cells if direction == "fwd" else shown:
+        for cell in cells if direction == "fwd" else drawn:
             if cell["pass"] == direction and cell[key] is not None:
                 points.setdefault(cell["row"], {})[cell["length"]] = cell[key]
         lines = {name: plots.Line([*line], torch.tensor([[*line.values()]])) for name, line in points.items()}
