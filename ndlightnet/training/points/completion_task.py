@@ -27,8 +27,11 @@ def nearest(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     exact = torch.promote_types(a.dtype, torch.float32)
     a, b = a.to(exact), b.to(exact)
     with torch.no_grad():  # of all pairs: only those of the nearest have gradients, in a few operations
-        distances = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
-        pairs = distances.argmin(2), distances.argmin(1)
+        squares = a.new_zeros(len(a), a.shape[1], b.shape[1])
+        for x, y in zip(a.unbind(-1), b.unbind(-1), strict=True):  # torch.cdist has a block of threads for each pair
+            difference = x[:, :, None] - y[:, None]
+            squares.addcmul_(difference, difference)
+        pairs = squares.argmin(2), squares.argmin(1)
     of_a, of_b = (y.gather(1, index[..., None].expand(-1, -1, 3)) for y, index in zip((b, a), pairs, strict=True))
     return torch.linalg.vector_norm(a - of_a, dim=-1), torch.linalg.vector_norm(b - of_b, dim=-1)
 
