@@ -92,7 +92,11 @@ def test_word_by_word_by_every_mixer_with_a_cross_form(name, close):
     for words in target.split(1, 1):
         logits, state = net.advance(words, state)
         pieces.append(logits)
-    close(torch.cat(pieces, 1), net(source, target, mask), 1e-9)
+    expected = net(source, target, mask)
+    close(torch.cat(pieces, 1), expected, 1e-9)
+    expected.sum().backward()
+    learnt = [p for p in net.parameters() if p.requires_grad]
+    assert all(p.grad is not None for p in learnt)  # DDP would wait for others
 
 
 @pytest.mark.parametrize("cross", [None, "LAVO"])

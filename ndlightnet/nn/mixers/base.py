@@ -205,13 +205,14 @@ Factories = tuple[Factory, ...] | Named | Sequence[Named]
 
 
 def build_mixer(factory: Named, dim: int, *, dims: int | None, layer: int, causal: bool | None = None) -> nn.Module:
-    """Return factory(dim), called with the keyword arguments `dims` (number of axes), `layer` (index of the layer) and
-    `causal` (whether its causal form is called) as well, each if the factory's signature names it and it is not None. A
-    `functools.partial` may set them itself, to anything but None."""
+    """Return factory(dim), called with the keyword arguments `dims` (number of axes), `layer` (index of the layer),
+    `causal` (whether its causal form is called) and, without `dims`, of which the cross form has none, `context_dim` as
+    well, each if the factory's signature names it and it is not None. A `functools.partial` may set them itself, to
+    anything but None."""
     factory = _factory("mixer", factory)
     settings = getattr(factory, "keywords", {})  # of a partial; jsonargparse gives it all defaults
     named = {*inspect.signature(factory).parameters, *settings}
-    options = {"dims": dims, "layer": layer, "causal": causal}
+    options = {"dims": dims, "layer": layer, "causal": causal, "context_dim": dim if dims is None else None}
     missing = {key: n for key, n in options.items() if n is not None and key in named and settings.get(key) is None}
     build: Callable[..., nn.Module] = factory
     mixer = build(dim, **missing)
