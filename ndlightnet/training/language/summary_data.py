@@ -16,6 +16,7 @@ from ndlightnet.data.made.notes import make_notes
 from ndlightnet.data.text.tables import TextPair, read_pairs
 from ndlightnet.data.text.text_files import ending, read_pieces
 from ndlightnet.data.text.tokenizer import BYTES, FILE, load_tokenizer
+from ndlightnet.layout.pack import pad_rows
 from ndlightnet.training.core.data_module import held_out
 from ndlightnet.training.core.options import check
 from ndlightnet.training.language.tokenized import TokenizedData
@@ -38,11 +39,8 @@ class Pairs(NamedTuple):
 def collate_pairs(items: Sequence[tuple[Tensor, Tensor, int]]) -> Pairs:
     """Return the batch of samples (source (n,), target (m,), number)."""
     sources, targets, numbers = zip(*items, strict=True)
-    lengths = torch.tensor([len(source) for source in sources])
-    source = pad_sequence([*sources], batch_first=True)
     return Pairs(
-        source,
-        torch.arange(source.shape[1]) < lengths[:, None],
+        *pad_rows(sources),
         pad_sequence([target[:-1] for target in targets], batch_first=True),
         pad_sequence([target[1:] for target in targets], batch_first=True, padding_value=NOT_COUNTED),
         torch.tensor(numbers),

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ndlightnet.data.errors import DataError, readable
 from ndlightnet.data.folders import list_files
@@ -17,6 +16,7 @@ from ndlightnet.data.made.babble import make_babble
 from ndlightnet.data.signal.sound import SOUNDS, MelScale, read_audio
 from ndlightnet.data.text.tokenizer import ByteTokenizer
 from ndlightnet.data.threads import in_threads
+from ndlightnet.layout.pack import pad_rows
 from ndlightnet.training.core.data_module import DataModule, held_out
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log_rank_zero
@@ -45,12 +45,7 @@ class Line(NamedTuple):
 def collate_spoken(items: Sequence[tuple[Tensor, Tensor, int]]) -> Spoken:
     """Return the batch of samples (letters (length,), spectrum (frames, bands), number)."""
     texts, spectra, numbers = zip(*items, strict=True)
-    padded = []
-    for sequences in (texts, spectra):
-        lengths = torch.tensor([len(sequence) for sequence in sequences])
-        padded += [pad_sequence([*sequences], batch_first=True), torch.arange(int(lengths.max())) < lengths[:, None]]
-    text, mask, spectrum, frame_mask = padded
-    return Spoken(text, mask, spectrum, frame_mask, torch.tensor(numbers))
+    return Spoken(*pad_rows(texts), *pad_rows(spectra), torch.tensor(numbers))
 
 
 def letters_of(text: str) -> Tensor:
