@@ -89,9 +89,8 @@ class PointCompletion(Pretrained):
             coarse = self.coarse(pooled.to(self.norm.weight.dtype)).unflatten(-1, (self.queries, AXES))
             x = self.embed_point(coarse) + self.embed_cloud(pooled.to(coarse.dtype))[:, None]
         lengths = clouds.layout.lengths
-        context, mask = pad_rows(features.unpack())
-        if min(lengths) == max(lengths):
-            mask = None  # attention is faster without
+        context, padding = pad_rows(features.unpack())
+        mask = None if min(lengths) == max(lengths) else padding  # attention is faster without
         source = PointRows.at(pad_rows(clouds.layout.token_coordinates(pooled.device).split(lengths))[0])
         layout = PointRows.at(coarse * STEPS)
         for block in self.blocks:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -16,6 +16,8 @@ from ndlightnet.data.folders import find_root
 from ndlightnet.data.sampling import SeededSampler, SeededSamples, linspace_indices
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log
+
+T = TypeVar("T")
 
 
 class DataModule(L.LightningDataModule):
@@ -51,6 +53,7 @@ class DataModule(L.LightningDataModule):
         self.root, self.batch_size, self.workers, self.input = find_root(root), batch_size, workers, input
         self.seed = torch.initial_seed()
         self.skipped: set[str] = set()
+        self.unreadable: list[str] = []  # a line for each file to predict that `read_each` leaves out
 
     def setup(self, stage: str) -> None:
         self.seed = torch.initial_seed()
@@ -93,6 +96,19 @@ class DataModule(L.LightningDataModule):
         if not trained:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         return self.input
+
+    def read_each(self, files: Iterable[str], read: Callable[[Path], T]) -> list[tuple[Path, T]]:
+        """Return the files to predict that can be read, each with what `read` makes of it. DataError if there is
+        none."""
+        self.unreadable, items = [], []
+        for file in map(Path, files):
+            try:
+                items.append((file, read(file)))
+            except DataError as error:
+                self.unreadable.append(str(error))
+        if not items:
+            raise DataError("; ".join(self.unreadable))
+        return items
 
     def report_skipped(self, problems: Sequence[str], consequence: str) -> None:
         """Print a note for each file that could not be read, once."""

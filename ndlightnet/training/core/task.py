@@ -366,6 +366,6 @@ class Task(L.LightningModule):
         return dict(sorted(items.items()))
 
     def gather_lines(self) -> None:
-        """Gather the failures and notes of all processes."""
-        self.failures = list(self.gathered({line: line for line in self.failures}))
+        """Gather the failures, those of the data's files among them, and notes of all processes."""
+        self.failures = list(self.gathered({line: line for line in [*self.failures, *self.data().unreadable]}))
         self.notes = list(self.gathered({line: line for line in self.notes}))

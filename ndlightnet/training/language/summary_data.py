@@ -89,7 +89,6 @@ class SummaryData(TokenizedData):
         self.tokenizer_source, self.length, self.target_length = tokenizer, length, target_length
         self.collate = collate_pairs
         self.rows: list[TextPair] = []
-        self.unreadable: list[str] = []
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -132,21 +131,16 @@ class SummaryData(TokenizedData):
 
     def predict_dataloader(self) -> Any:
         path = Path(self.check_input("a file or a folder to predict", self.tokenizer is not None))
-        self.rows, self.unreadable = [], []
-        for file in map(Path, list_files(path)):
-            try:
-                if ending(file) == ".jsonl":
-                    self.rows += read_pairs(file, self.source_field, None)
-                    continue
-                text = "".join(piece.text for piece in read_pieces(file))
-                if not text.strip():
-                    raise DataError(f"{file}: is blank, expected a text")
-                self.rows.append(TextPair(text, (), str(file)))
-            except DataError as error:
-                self.unreadable.append(str(error))
-        if not self.rows:
-            raise DataError("; ".join(self.unreadable))
+        self.rows = [row for _, rows in self.read_each(list_files(path), self._sources) for row in rows]
         return self.still_loader(self._tokens(path, self.rows))
+
+    def _sources(self, file: Path) -> list[TextPair]:
+        if ending(file) == ".jsonl":
+            return read_pairs(file, self.source_field, None)
+        text = "".join(piece.text for piece in read_pieces(file))
+        if not text.strip():
+            raise DataError(f"{file}: is blank, expected a text")
+        return [TextPair(text, (), str(file))]
 
 
 class MadeNotes(SummaryData):

@@ -172,7 +172,6 @@ class SummaryTask(TokenizedTask):
     def on_predict_epoch_end(self) -> None:
         """Write predictions.csv: of each text its file, and line, and what was written of it."""
         data = self.data()
-        self.failures += data.unreadable
         self.gather_lines()
         written, file = self.gathered(self.written), self.out() / "predictions.csv"
         if not self.trainer.is_global_zero or not written:

@@ -92,7 +92,6 @@ class PointData(LabelledData):
         self.trained = False  # whether a checkpoint was loaded
         self.clouds_to_predict: list[Tensor] = []
         self.names_to_predict: list[str] = []
-        self.unreadable: list[str] = []
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -135,19 +134,13 @@ class PointData(LabelledData):
 
     def predict_dataloader(self) -> Any:
         path = Path(self.check_input("a file or a folder to predict", self.trained))
-        clouds, names, notes = [], [], list[str]()
-        for file in list_files(path, ENDINGS, notes):
-            try:
-                clouds.append((read_cloud(Path(file)), 0))
-                names.append(file)
-            except DataError as error:
-                self.unreadable.append(str(error))
+        notes: list[str] = []
+        files = list_files(path, ENDINGS, notes)
         log_rank_zero(notes)
-        if not clouds:
-            raise DataError("; ".join(self.unreadable))
-        self.files["predict"], self.clouds_to_predict = names, [cloud for cloud, _ in clouds]
-        self.names_to_predict = _short_names(path, names)
-        return self.still_loader(Clouds(clouds, self.points, None))
+        clouds = self.read_each(files, read_cloud)
+        names = self.files["predict"] = [str(file) for file, _ in clouds]
+        self.clouds_to_predict, self.names_to_predict = [cloud for _, cloud in clouds], _short_names(path, names)
+        return self.still_loader(Clouds([(cloud, 0) for cloud in self.clouds_to_predict], self.points, None))
 
 
 def _short_names(path: Path, files: Sequence[str]) -> list[str]:

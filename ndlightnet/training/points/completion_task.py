@@ -144,6 +144,5 @@ class CompletionTask(Task):
             self.written[number] = path.name
 
     def on_predict_epoch_end(self) -> None:
-        self.failures += self.data().unreadable
         self.gather_lines()
         self.summary = f"{len(self.gathered(self.written))} clouds are in {self.out() / 'predictions'}"

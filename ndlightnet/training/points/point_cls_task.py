@@ -59,7 +59,6 @@ class PointClsTask(ClassificationTask):
     def on_predict_end(self) -> None:
         """Write predictions.csv, a line for each cloud: its file, class and probabilities."""
         data, file = self.data(), self.out() / "predictions.csv"
-        self.failures += data.unreadable
         self.gather_lines()
         predicted = self.gathered(self.predicted)
         if self.trainer.is_global_zero:

@@ -92,7 +92,6 @@ class SpeechData(DataModule):
         self.scale, self.test, self.validation = MelScale(rate, window, step, bands), test, validation
         self.mean, self.deviation = torch.empty(0), torch.empty(0)
         self.lines: list[Line] = []
-        self.unreadable: list[str] = []
 
     def names(self) -> dict[str, list[Any]]:
         """The scale of the spectra, the number of recordings of the test and what spectra are normalised by, after a
@@ -168,22 +167,21 @@ class SpeechData(DataModule):
 
     def predict_dataloader(self) -> Any:
         path = Path(self.check_input("a text or a folder of texts to speak", len(self.mean) > 0))
-        self.lines, self.unreadable = [], []
-        for file in map(Path, list_files(path)):
-            try:
-                with readable(file):
-                    texts = [text for text in file.read_text("utf-8-sig").splitlines() if text.strip()]
-                if not texts:
-                    raise DataError(f"{file}: is blank, expected a text")
-            except DataError as error:
-                self.unreadable.append(str(error))
-                continue
+        self.lines = []
+        for file, texts in self.read_each(list_files(path), read_texts):
             name = file.relative_to(path).as_posix() if path.is_dir() else file.name
             self.lines += [Line(f"{name}_{number}", text) for number, text in enumerate(texts, 1)]
-        if not self.lines:
-            raise DataError("; ".join(self.unreadable))
         empty = torch.zeros(1, self.scale.bands)
         return self.still_loader([(letters_of(line.text), empty, n) for n, line in enumerate(self.lines)])
+
+
+def read_texts(path: Path) -> list[str]:
+    """Return the lines of a text that are not blank. DataError if there is none."""
+    with readable(path):
+        texts = [text for text in path.read_text("utf-8-sig").splitlines() if text.strip()]
+    if not texts:
+        raise DataError(f"{path}: is blank, expected a text")
+    return texts
 
 
 def read_lines(path: Path) -> list[Line]:

@@ -246,6 +246,5 @@ class TTSTask(Task):
             self.written[index] = line.name
 
     def on_predict_epoch_end(self) -> None:
-        self.failures += self.data().unreadable
         self.gather_lines()
         self.summary = f"{len(self.gathered(self.written))} texts are spoken in {self.out() / 'predictions'}"
