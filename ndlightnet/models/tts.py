@@ -192,13 +192,7 @@ class ParallelTTS(Pretrained):
         super().__init__()
         check_integers(1, bands=bands, decoder_depth=decoder_depth)
         self.vocab_size, self.bands, self.embed_dim = vocab_size, bands, embed_dim
-        shared: dict[str, Any] = {
-            "num_classes": 0,
-            "embed_dim": embed_dim,
-            "tpe": tpe,
-            "tpe_states": tpe_states,
-            "dropout": dropout,
-        }
+        shared: Any = dict(num_classes=0, embed_dim=embed_dim, tpe=tpe, tpe_states=tpe_states, dropout=dropout)
         self.encoder = NDLightNet(1, vocab_size=vocab_size, depth=depth, mixer=mixer, **shared)
         later = mixer_of_decoder(mixer, decoder_mixer)
         self.decoder = NDLightNet(1, embed_dim, patch_size=1, depth=decoder_depth, mixer=later, **shared)
@@ -230,7 +224,7 @@ class ParallelTTS(Pretrained):
         return AlignedFrames(answer, means, log_durations, durations)
 
     def _decoded(self, features: Tensor, durations: Tensor, frames: int, frame_mask: Tensor | None) -> Tensor:
-        x = features.gather(1, letters_of_frames(durations, frames)[..., None].expand(-1, -1, features.shape[2]))
+        x = features.take_along_dim(letters_of_frames(durations, frames)[..., None], 1)
         answer: Tensor = self.head(self.decoder.forward_features(x.mT, frame_mask))
         return answer
 
@@ -238,7 +232,7 @@ class ParallelTTS(Pretrained):
         """Return the mean absolute error of the spectra, half the squared distance of frames from their letters' means,
         and the squared error of log(1 + frames), means over what the masks, of letters and of frames, let through."""
         letters = letters_of_frames(predicted.durations, spectra.shape[1])
-        means = predicted.means.gather(1, letters[..., None].expand(-1, -1, self.bands))
+        means = predicted.means.take_along_dim(letters[..., None], 1)
         target = predicted.durations.to(torch.float32).log1p()
         return {
             "spectrum_loss": masked_mean((predicted.spectra - spectra).abs().float(), frame_mask),

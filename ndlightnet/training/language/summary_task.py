@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from statistics import mean
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from ndlightnet.training.core.options import check
 from ndlightnet.training.language.summary_data import NOT_COUNTED, Pairs
 from ndlightnet.training.language.tokenized import TokenizedTask
 from ndlightnet.training.report.page import number, write_html
-from ndlightnet.training.report.results import write_csv, write_metrics
+from ndlightnet.training.report.results import mean_scores, write_csv, write_metrics
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
 SHOWN = 30  # samples on the page, evenly spaced from the worst on
@@ -120,11 +119,10 @@ class SummaryTask(TokenizedTask):
         if not self.trainer.is_global_zero:
             return
         data, out = self.data(), self.out()
-        rows = {index: data.rows[index] for index in written}
-        scores = {index: rouge(written[index], row.targets) for index, row in rows.items()}
-        leads = [rouge(first_sentence(row.source), row.targets) for row in rows.values()]
-        means = {name: mean(one[name] for one in scores.values()) for name in ROUGES}
-        lead = {name: mean(one[name] for one in leads) for name in ROUGES}
+        rows = [data.rows[index] for index in written]
+        scores = [rouge(text, row.targets) for text, row in zip(written.values(), rows, strict=True)]
+        means = mean_scores(scores)
+        lead = mean_scores(rouge(first_sentence(row.source), row.targets) for row in rows)
         metrics = {
             **means,
             "first_sentence": lead,
@@ -134,29 +132,16 @@ class SummaryTask(TokenizedTask):
             **training_costs(self.net, self.cost),
         }
         write_metrics(out, metrics)
-        head = ("place", "source", "reference", "written", *ROUGES)
-        lines = [
-            (
-                row.place,
-                row.source,
-                " | ".join(row.targets),
-                written[index],
-                *(f"{scores[index][x]:.6f}" for x in ROUGES),
-            )
-            for index, row in rows.items()
-        ]
-        write_csv(out / "test.csv", head, lines)
-        order = sorted(rows, key=lambda index: scores[index]["rougeL"])
         samples = [
-            {
-                "score": number(scores[index]["rougeL"]),
-                "written": written[index],
-                "place": rows[index].place,
-                "reference": " | ".join(rows[index].targets),
-                "source": rows[index].source,
-            }
-            for index in (order[place] for place in linspace_indices(min(SHOWN, len(order)), len(order)))
+            {"place": row.place, "source": row.source, "reference": " | ".join(row.targets), "written": text}
+            for text, row in zip(written.values(), rows, strict=True)
         ]
+        measures = [[f"{x:.6f}" for x in one.values()] for one in scores]
+        lines = [[*sample.values(), *values] for sample, values in zip(samples, measures, strict=True)]
+        write_csv(out / "test.csv", (*samples[0], *means), lines)
+        order = sorted(range(len(rows)), key=lambda n: scores[n]["rougeL"])
+        places = linspace_indices(min(SHOWN, len(order)), len(order))
+        examples = [{**samples[n], "score": number(scores[n]["rougeL"])} for n in (order[place] for place in places)]
         table = [
             (name, *(number(values[x]) for x in ROUGES))
             for name, values in (("written", means), ("the first sentence", lead))
@@ -166,7 +151,7 @@ class SummaryTask(TokenizedTask):
             f"{values} over {len(rows)} texts (their first sentences {', '.join(f'{x:.3f}' for x in lead.values())})"
         )
         title = f"Test: {printable(data.root)}"
-        write_html(out / "index.html", PAGE, title=title, summary=summary, failures=[], scores=table, samples=samples)
+        write_html(out / "index.html", PAGE, title=title, summary=summary, failures=[], scores=table, samples=examples)
         self.summary = f"{summary}; see {out / 'index.html'}"
 
     def on_predict_epoch_end(self) -> None:
