@@ -120,6 +120,7 @@ class Seq2Seq(Pretrained):
         device, dtype: as in NDLightNet.
     """
 
+    pipeline_tag: str | None = "summarization"
     encoder: Any
     decoder: Any
 
@@ -154,10 +155,6 @@ class Seq2Seq(Pretrained):
         self.encoder.reset_parameters()  # in the order of the constructor
         reset(self.decoder)
         init_network(self.decoder)
-
-    @property
-    def pipeline_tag(self) -> str | None:
-        return "summarization"
 
     def encode(self, source: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map words (batch, source length), int64, to what the decoder reads, (batch, source length, embed_dim). mask:

@@ -64,6 +64,7 @@ class AutoregressiveTTS(Seq2Seq):
         others: as in Seq2Seq.
     """
 
+    pipeline_tag = "text-to-speech"
     learns_alignment = True
 
     @recorded
@@ -80,10 +81,6 @@ class AutoregressiveTTS(Seq2Seq):
         super().reset_parameters()
         reset(self.prenet, self.head)
         init_network(self.prenet, self.head)
-
-    @property
-    def pipeline_tag(self) -> str | None:
-        return "text-to-speech"
 
     def forward(  # type: ignore[override]
         self, text: Tensor, spectra: Tensor, mask: Tensor | None = None, frame_mask: Tensor | None = None
@@ -170,6 +167,7 @@ class ParallelTTS(Pretrained):
         tpe, tpe_states, dropout, device, dtype: as in NDLightNet.
     """
 
+    pipeline_tag = "text-to-speech"
     learns_alignment = False  # but searches it
 
     @recorded
@@ -200,10 +198,6 @@ class ParallelTTS(Pretrained):
         self.duration = nn.Sequential(nn.Linear(embed_dim, embed_dim), nn.SiLU(), nn.Linear(embed_dim, 1))
         self.head = nn.Linear(embed_dim, bands)
         init_network(self.mean, self.duration, self.head)
-
-    @property
-    def pipeline_tag(self) -> str | None:
-        return "text-to-speech"
 
     def forward(
         self, text: Tensor, spectra: Tensor, mask: Tensor | None = None, frame_mask: Tensor | None = None
