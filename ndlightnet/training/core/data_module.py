@@ -43,8 +43,9 @@ class DataModule(L.LightningDataModule):
 
     @property
     def source(self) -> Path | None:
-        """The file or folder that has to exist for a training or a test, None for data that `prepare_data` makes."""
-        return self.root if type(self).prepare_data is DataModule.prepare_data else None
+        """The file or folder that has to exist for a training or a test, None for data that are made."""
+        makes = (DataModule.make_data, DataModule.prepare_data)
+        return self.root if (type(self).make_data, type(self).prepare_data) == makes else None
 
     def __init__(self, root: str, batch_size: int, workers: int = 0, input: str | None = None) -> None:
         super().__init__()
@@ -54,6 +55,13 @@ class DataModule(L.LightningDataModule):
         self.seed = torch.initial_seed()
         self.skipped: set[str] = set()
         self.unreadable: list[str] = []  # a line for each file to predict that `read_each` leaves out
+
+    def make_data(self) -> None:
+        """Write the data under `root` if they do not exist yet; called before all but predictions, once a node."""
+
+    def prepare_data(self) -> None:
+        if self.trainer is None or not self.trainer.predicting:
+            self.make_data()
 
     def setup(self, stage: str) -> None:
         self.seed = torch.initial_seed()

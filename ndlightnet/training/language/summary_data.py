@@ -156,6 +156,5 @@ class MadeNotes(SummaryData):
         check("data.sentences", sentences, sentences > 0, "1 or more")
         self.samples, self.sentences = samples, sentences
 
-    def prepare_data(self) -> None:
-        if self.trainer is None or not self.trainer.predicting:
-            make_notes(self.root, *self.samples, self.sentences)
+    def make_data(self) -> None:
+        make_notes(self.root, *self.samples, self.sentences)

@@ -88,7 +88,7 @@ class PointData(LabelledData):
         check("data.points", points, points >= LEAST, f"{LEAST} or more")
         check("data.validation", validation, 0 <= validation < 1, "a fraction below 1")
         self.points, self.validation = points, validation
-        self.files: dict[str, list[str]] = {}  # of each split
+        self.files: list[str] = []  # of the split that was read last
         self.trained = False  # whether a checkpoint was loaded
         self.clouds_to_predict: list[Tensor] = []
         self.names_to_predict: list[str] = []
@@ -118,7 +118,7 @@ class PointData(LabelledData):
         notes: list[str] = []
         files = self.find(split, notes)
         log_rank_zero(notes)
-        self.files[split] = [file for file, _ in files]
+        self.files = [file for file, _ in files]
         return in_threads(lambda each: (read_cloud(Path(each[0])), each[1]), files, f"reading {split}", workers=1)
 
     def find(self, split: str, notes: list[str]) -> list[tuple[str, int]]:
@@ -126,7 +126,7 @@ class PointData(LabelledData):
         return [(file, 0) for file in list_files(self.root / split, ENDINGS, notes)]
 
     def sample_name(self, number: int) -> str:
-        return self.files["test"][number] if self.files else str(number)
+        return self.files[number] if self.files else str(number)
 
     def set_names(self, names: dict[str, list[Any]]) -> None:
         super().set_names(names)
@@ -138,8 +138,8 @@ class PointData(LabelledData):
         files = list_files(path, ENDINGS, notes)
         log_rank_zero(notes)
         clouds = self.read_each(files, read_cloud)
-        names = self.files["predict"] = [str(file) for file, _ in clouds]
-        self.clouds_to_predict, self.names_to_predict = [cloud for _, cloud in clouds], _short_names(path, names)
+        self.files, self.clouds_to_predict = [str(file) for file, _ in clouds], [cloud for _, cloud in clouds]
+        self.names_to_predict = _short_names(path, self.files)
         return self.still_loader(Clouds([(cloud, 0) for cloud in self.clouds_to_predict], self.points, None))
 
 
@@ -201,29 +201,29 @@ class CloudFolders(PointData):
         return [(file, label) for folder, label in folders for file in list_files(folder, ENDINGS, notes)]
 
 
-class MadeShapes(PartialClouds):
+class _MadeClouds(PointData):
+    """Shapes that are made.
+
+    shapes: number of training and of test clouds.
+    """
+
+    def __init__(self, root: str, shapes: tuple[int, int] = (1000, 200), **kwargs: Any) -> None:
+        super().__init__(root, **kwargs)
+        self.shapes = shapes
+
+    def make_data(self) -> None:
+        make_shapes(self.root, *self.shapes, self.points)
+
+
+class MadeShapes(_MadeClouds, PartialClouds):
     """Shapes to complete, which are made under `root` if they do not exist yet, see ndlightnet.data.made.shapes.
 
     shapes: number of training and of test clouds.
     """
 
-    def __init__(self, root: str, shapes: tuple[int, int] = (1000, 200), **kwargs: Any) -> None:
-        super().__init__(root, **kwargs)
-        self.shapes = shapes
 
-    def prepare_data(self) -> None:
-        if self.trainer is None or not self.trainer.predicting:
-            make_shapes(self.root, *self.shapes, self.points)
-
-
-class ShapeClasses(CloudFolders):
+class ShapeClasses(_MadeClouds, CloudFolders):
     """Shapes to classify, made as those of MadeShapes.
 
     shapes: number of training and of test clouds.
     """
-
-    def __init__(self, root: str, shapes: tuple[int, int] = (1000, 200), **kwargs: Any) -> None:
-        super().__init__(root, **kwargs)
-        self.shapes = shapes
-
-    prepare_data = MadeShapes.prepare_data

@@ -62,6 +62,6 @@ class PointClsTask(ClassificationTask):
         self.gather_lines()
         predicted = self.gathered(self.predicted)
         if self.trainer.is_global_zero:
-            names = [data.files["predict"][number] for number in predicted]
+            names = [data.sample_name(number) for number in predicted]
             write_table(file, names, torch.tensor([*predicted.values()]), None, data.classes)
         self.summary = f"{len(predicted)} predictions are in {file}"

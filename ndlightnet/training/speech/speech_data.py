@@ -215,6 +215,5 @@ class MadeBabble(SpeechData):
         check("data.clips", clips, clips > self.test, f"more than test={self.test}")
         self.clips = clips
 
-    def prepare_data(self) -> None:
-        if self.trainer is None or not self.trainer.predicting:
-            make_babble(self.root, self.clips)
+    def make_data(self) -> None:
+        make_babble(self.root, self.clips)
