@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_map
 
 from ndlightnet.layout.abstract import check_integers
 from ndlightnet.models.backbone import NDLightNet
-from ndlightnet.models.config import recorded
+from ndlightnet.models.config import Configured, recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.block import init_network
 from ndlightnet.nn.cross_block import CrossBlock, CrossState
-from ndlightnet.nn.initial import Device, Initialized, reset
+from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Mixer, layer_factories, reads_context
 from ndlightnet.nn.position import TPE, build_tpe
@@ -37,7 +37,7 @@ class DecoderState(NamedTuple):
         return picked
 
 
-class Decoder(Initialized):
+class Decoder(Configured):
     """Tokens on one axis -> MD-TPE -> causal blocks that read a context -> norm.
 
     Arguments are Seq2Seq's.
@@ -68,6 +68,7 @@ class Decoder(Initialized):
                     "written; expected a number, such as {'CosformerAttention': {'reach': 4096}}"
                 )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
+        init_network(self)
 
     def forward(self, x: Tensor, context: Tensor, context_mask: Tensor | None = None) -> Tensor:
         """Map tokens (batch, length, dim) and a context (batch, source length, dim) to features (batch, length, dim).
@@ -149,12 +150,6 @@ class Seq2Seq(Pretrained):
         later = mixer_of_decoder(mixer, decoder_mixer)
         cross = partial(LightNetAttention, lrpe=None) if cross is None else cross
         self.decoder = Decoder(decoder_depth, later, cross, **options)
-        init_network(self.decoder)
-
-    def reset_parameters(self) -> None:
-        self.encoder.reset_parameters()  # in the order of the constructor
-        reset(self.decoder)
-        init_network(self.decoder)
 
     def encode(self, source: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map words (batch, source length), int64, to what the decoder reads, (batch, source length, embed_dim). mask:

@@ -15,7 +15,7 @@ from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.seq2seq import Seq2Seq, mixer_of_decoder
 from ndlightnet.nn.block import init_network
-from ndlightnet.nn.initial import Device, reset
+from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories
 from ndlightnet.nn.position import TPE
@@ -75,11 +75,6 @@ class AutoregressiveTTS(Seq2Seq):
         layers = (nn.Linear(bands, dim), nn.ReLU(), nn.Dropout(0.5), nn.Linear(dim, dim), nn.ReLU(), nn.Dropout(0.5))
         self.prenet = nn.Sequential(*layers, nn.Linear(dim, dim))
         self.head = nn.Linear(dim, frames_per_step * bands + 1)
-        init_network(self.prenet, self.head)
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        reset(self.prenet, self.head)
         init_network(self.prenet, self.head)
 
     def forward(  # type: ignore[override]
