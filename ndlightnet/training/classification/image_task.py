@@ -28,8 +28,6 @@ class ImageTask(FileClassificationTask):
         others: as in ClassificationTask.
     """
 
-    saved = (*FileClassificationTask.saved, "cost")
-    measures = "step"
     only_float32 = True
     samples = "images"
 

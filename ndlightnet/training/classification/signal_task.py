@@ -18,8 +18,7 @@ class SignalTask(ClassificationTask):
     Args: as in ClassificationTask.
     """
 
-    saved = (*ClassificationTask.saved, "cost", "slots")
-    measures = "step"
+    saved = (*ClassificationTask.saved, "slots")
     samples = "recordings"
     tokens, slots = 0, 0  # over all training steps; `slots` with padding
 

@@ -31,7 +31,6 @@ class VideoTask(ClassificationTask):
         others: as in ClassificationTask.
     """
 
-    measures = "step"
     samples = "videos"
     has_frames = True
     trainer_class = StreamTrainer

@@ -71,9 +71,9 @@ class Task(L.LightningModule):
     """
 
     # entries of a checkpoint that `on_load_checkpoint` and Lightning need
-    saved: tuple[str, ...] = ("names", "pytorch-lightning_version")
-    # what CostMonitor times in training beside the throughput; if any, "cost" is one of `saved`
-    measures: Literal["step", "epoch"] | None = None
+    saved: tuple[str, ...] = ("names", "pytorch-lightning_version", "cost")
+    # what CostMonitor times in training beside the throughput
+    measures: Literal["step", "epoch"] | None = "step"
     # the metric, logged in validation, of which the best checkpoint has the highest value
     monitor: ClassVar[str | None] = None
     # whether samples reach the network in ways that Lightning does not convert

@@ -41,8 +41,7 @@ class ForecastTask(Task):
         all: as in Task.
     """
 
-    saved = (*Task.saved, "cost", "scale")
-    measures = "step"
+    saved = (*Task.saved, "scale")
     monitor = "val_score"
 
     def setup(self, stage: str) -> None:

@@ -62,8 +62,7 @@ class GenerationTask(Task):
         others: as in Task.
     """
 
-    saved = (*Task.saved, "cost", "space", "prediction")
-    measures = "step"
+    saved = (*Task.saved, "space", "prediction")
     only_float32 = True
     monitor = "val_score"
 

@@ -26,8 +26,7 @@ class TokenizedData(DataModule):
 class TokenizedTask(Task):
     """Base class of tasks on TokenizedData."""
 
-    saved = (*Task.saved, "tokenizer", "cost")
-    measures = "step"
+    saved = (*Task.saved, "tokenizer")
     monitor = "val_score"
 
     def setup(self, stage: str) -> None:

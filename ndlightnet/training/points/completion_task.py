@@ -65,8 +65,6 @@ class CompletionTask(Task):
     Args: as in Task.
     """
 
-    saved = (*Task.saved, "cost")
-    measures = "step"
     monitor = "val_score"
     only_float32 = True
 

@@ -21,8 +21,6 @@ class PointClsTask(FileClassificationTask):
     Args: as in ClassificationTask.
     """
 
-    saved = (*FileClassificationTask.saved, "cost")
-    measures = "step"
     samples = "clouds"
     only_float32 = True
     grid_parallel = False

@@ -53,8 +53,6 @@ class PretrainTask(Task):
         others: as in Task.
     """
 
-    saved = (*Task.saved, "cost")
-    measures = "step"
     only_float32 = True
     monitor = "val_explained"
 

@@ -104,8 +104,6 @@ class TTSTask(Task):
     """
 
     net: Any
-    saved = (*Task.saved, "cost")
-    measures = "step"
     monitor = "val_score"
 
     def setup(self, stage: str) -> None:
