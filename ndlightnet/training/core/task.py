@@ -75,7 +75,7 @@ class Task(L.LightningModule):
     # what CostMonitor times in training beside the throughput
     measures: Literal["step", "epoch"] | None = "step"
     # the metric, logged in validation, of which the best checkpoint has the highest value
-    monitor: ClassVar[str | None] = None
+    monitor: ClassVar[str] = "val_score"
     # whether samples reach the network in ways that Lightning does not convert
     only_float32: ClassVar[bool] = False
     # whether training_step can do with slabs of the samples, see grid_devices

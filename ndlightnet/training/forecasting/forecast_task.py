@@ -42,7 +42,6 @@ class ForecastTask(Task):
     """
 
     saved = (*Task.saved, "scale")
-    monitor = "val_score"
 
     def setup(self, stage: str) -> None:
         data = self.data()

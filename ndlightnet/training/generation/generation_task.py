@@ -64,7 +64,6 @@ class GenerationTask(Task):
 
     saved = (*Task.saved, "space", "prediction")
     only_float32 = True
-    monitor = "val_score"
 
     def __init__(
         self,

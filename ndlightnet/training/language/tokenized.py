@@ -27,7 +27,6 @@ class TokenizedTask(Task):
     """Base class of tasks on TokenizedData."""
 
     saved = (*Task.saved, "tokenizer")
-    monitor = "val_score"
 
     def setup(self, stage: str) -> None:
         """Check that the network has a number for every token. (The data are set up first.)"""

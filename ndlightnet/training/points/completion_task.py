@@ -65,7 +65,6 @@ class CompletionTask(Task):
     Args: as in Task.
     """
 
-    monitor = "val_score"
     only_float32 = True
 
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:

@@ -104,7 +104,6 @@ class TTSTask(Task):
     """
 
     net: Any
-    monitor = "val_score"
 
     def setup(self, stage: str) -> None:
         self.expect(bands=self.data().scale.bands)
