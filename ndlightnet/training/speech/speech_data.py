@@ -17,7 +17,7 @@ from ndlightnet.data.signal.sound import SOUNDS, MelScale, read_audio
 from ndlightnet.data.text.tokenizer import ByteTokenizer
 from ndlightnet.data.threads import in_threads
 from ndlightnet.layout.pack import pad_rows
-from ndlightnet.training.core.data_module import DataModule, held_out
+from ndlightnet.training.core.data_module import DataModule, hold_out
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log_rank_zero
 
@@ -114,20 +114,18 @@ class SpeechData(DataModule):
         super().setup(stage)
         if stage in ("test", "predict"):
             return  # what spectra are normalised by is that of the training before, or comes with the checkpoint
-        spectra = self._spectra(False)
-        held = held_out(self.validation, len(spectra))
-        fitted = [spectrum.double() for number, spectrum in spectra.items() if number not in held]
+        learnt, kept = hold_out(self.validation, self._spectra(False))
+        fitted = [spectrum.double() for _, spectrum in learnt]
         if not fitted:
             raise DataError(f"{self.root}: validation={self.validation} leaves no recording to train on")
         count = sum(map(len, fitted))
         mean = torch.stack([spectrum.sum(0) for spectrum in fitted]).sum(0) / count
         squares = torch.stack([(spectrum - mean).square().sum(0) for spectrum in fitted]).sum(0) / count
         self.mean, self.deviation = mean.float(), squares.sqrt().clamp(min=1e-3).float()
-        self.train_set = self._samples({n: x for n, x in spectra.items() if n not in held})
-        self.val_set = self._samples({n: x for n, x in spectra.items() if n in held})
+        self.train_set, self.val_set = self._samples(learnt), self._samples(kept)
 
-    def _spectra(self, tests: bool) -> dict[int, Tensor]:
-        """Read the recordings of the test, or the others, and return their spectra by their numbers."""
+    def _spectra(self, tests: bool) -> list[tuple[int, Tensor]]:
+        """Read the recordings of the test, or the others, and return their numbers and spectra."""
         self.lines = read_lines(self.root / TABLE)
         if len(self.lines) <= self.test:
             raise DataError(f"{self.root / TABLE}: {len(self.lines)} recordings, expected more than test={self.test}")
@@ -152,12 +150,12 @@ class SpeechData(DataModule):
                 raise DataError(f"{path}: {frames} frames, expected {least}")
             return self.scale.spectrum(signal)
 
-        return dict(zip(numbers, in_threads(spectrum, numbers, "recordings"), strict=True))
+        return list(zip(numbers, in_threads(spectrum, numbers, "recordings"), strict=True))
 
-    def _samples(self, spectra: dict[int, Tensor]) -> list[tuple[Tensor, Tensor, int]]:
+    def _samples(self, spectra: list[tuple[int, Tensor]]) -> list[tuple[Tensor, Tensor, int]]:
         return [
             (letters_of(self.lines[number].text), spectrum.sub_(self.mean).div_(self.deviation), number)
-            for number, spectrum in spectra.items()
+            for number, spectrum in spectra
         ]
 
     def test_dataloader(self) -> Any:
