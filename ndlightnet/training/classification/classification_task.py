@@ -20,6 +20,7 @@ from ndlightnet.training.classification.answer_figures import (
 from ndlightnet.training.classification.answer_page import write_page, write_table
 from ndlightnet.training.classification.attribution import attribution
 from ndlightnet.training.classification.scores import BINS, scores
+from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.report.results import write_metrics
@@ -132,8 +133,8 @@ class ClassificationTask(Task, ABC):
         *space) uint8; None for samples without cells, of which no attribution can be drawn."""
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
-        """Return what a subclass adds to metrics.json; called in every process."""
-        return {}
+        """Return what metrics.json has beside `scores`; called in every process."""
+        return training_costs(self.net, self.cost)
 
     def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
         """Write pictures of the test samples of these numbers; called in one process."""

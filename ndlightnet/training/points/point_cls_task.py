@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ndlightnet.training.classification.answer_figures import worst_to_best
 from ndlightnet.training.classification.classification_task import FileClassificationTask
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.points.cloud_figure import save_clouds
 
 ROWS, COLUMNS = 3, 5  # clouds in test_clouds.png
@@ -29,9 +26,6 @@ class PointClsTask(FileClassificationTask):
         self.expect(in_chans=3)
         if stage != "predict":  # classes come with the checkpoint
             self.expect(num_classes=len(self.data().classes))
-
-    def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
-        return training_costs(self.net, self.cost)
 
     def sample(self, number: int) -> None:
         return None
