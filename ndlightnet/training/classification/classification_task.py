@@ -20,7 +20,6 @@ from ndlightnet.training.classification.answer_figures import (
 from ndlightnet.training.classification.answer_page import write_page, write_table
 from ndlightnet.training.classification.attribution import attribution
 from ndlightnet.training.classification.scores import BINS, scores
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.report.results import write_metrics
@@ -134,7 +133,7 @@ class ClassificationTask(Task, ABC):
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
         """Return what metrics.json has beside `scores`; called in every process."""
-        return training_costs(self.net, self.cost)
+        return self.costs()
 
     def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
         """Write pictures of the test samples of these numbers; called in one process."""

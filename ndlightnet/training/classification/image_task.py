@@ -14,7 +14,7 @@ from ndlightnet.inference import mirrorings
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.training.classification.answer_figures import save_gallery
 from ndlightnet.training.classification.classification_task import FileClassificationTask
-from ndlightnet.training.core.costs import latencies, training_costs
+from ndlightnet.training.core.costs import latencies
 from ndlightnet.training.core.options import check
 
 
@@ -114,7 +114,7 @@ class ImageTask(FileClassificationTask):
         patch = getattr(getattr(self.net, "embed", None), "patch", None)
         return {
             "tokens": token_count(self.data().space, patch) if patch else None,
-            **training_costs(self.net, self.cost),
+            **self.costs(),
             **({} if self.timed is None else latencies(self, self.timed)),
         }
 

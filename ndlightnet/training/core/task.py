@@ -26,7 +26,7 @@ from ndlightnet.nn import Block
 from ndlightnet.parallel import Processes, Shard, activated
 from ndlightnet.training.core.captured_call import CapturedCall
 from ndlightnet.training.core.checkpoints import describe, load_initial, some_of
-from ndlightnet.training.core.costs import CostMonitor
+from ndlightnet.training.core.costs import CostMonitor, training_costs
 from ndlightnet.training.core.optim import Schedule, adamw
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.speed import checkpoint_blocks
@@ -355,6 +355,10 @@ class Task(L.LightningModule):
         if any(current.values()) and current != saved:
             raise DataError(f"{data.root}: has {current}, but the checkpoint was trained on {saved}")
         data.set_names(saved)
+
+    def costs(self) -> dict[str, Any]:
+        """Return what metrics.json says of the network's size, its training's time and its memory."""
+        return training_costs(self.net, self.cost)
 
     def gathered(self, items: dict[Any, T]) -> dict[Any, T]:
         """Return the entries of all processes, sorted by their keys. A sampler that fills up its

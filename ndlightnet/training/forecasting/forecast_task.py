@@ -14,7 +14,6 @@ from torch.nn.functional import mse_loss
 from ndlightnet.data.errors import DataError, atomic_write, file_name
 from ndlightnet.data.series.regular_series import mean_errors, simple_forecasts, window_errors, write_series
 from ndlightnet.models.forecaster import TIME_FEATURES
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.forecasting.forecast_figure import Panel, save_forecasts
 from ndlightnet.training.report.results import write_metrics
@@ -119,7 +118,7 @@ class ForecastTask(Task):
             "known": list(data.known),
             "input_length": data.input_length,
             "horizon": data.horizon,
-            **training_costs(self.net, self.cost),
+            **self.costs(),
         }
         self.log("test_mse", ours["mse"], rank_zero_only=True)
         if not self.trainer.is_global_zero:

@@ -12,7 +12,6 @@ from torchmetrics.functional.text import rouge_score
 from ndlightnet.data.errors import printable
 from ndlightnet.data.sampling import linspace_indices
 from ndlightnet.inference.beam_search import beam_search
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.language.summary_data import NOT_COUNTED, Pairs
 from ndlightnet.training.language.tokenized import TokenizedTask
@@ -129,7 +128,7 @@ class SummaryTask(TokenizedTask):
             "loss": sum(loss for loss, _ in losses.values()) / sum(words for _, words in losses.values()),
             "texts": len(rows),
             "beams": self.beams,
-            **training_costs(self.net, self.cost),
+            **self.costs(),
         }
         write_metrics(out, metrics)
         samples = [

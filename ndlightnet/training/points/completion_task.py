@@ -11,7 +11,6 @@ from ndlightnet.data.errors import file_name
 from ndlightnet.data.points.clouds import placed, write_cloud
 from ndlightnet.layout import Packed
 from ndlightnet.training.classification.answer_figures import worst_to_best
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.points.cloud_figure import save_clouds
 from ndlightnet.training.report.results import mean_scores, write_csv, write_metrics
@@ -100,8 +99,7 @@ class CompletionTask(Task):
         if not self.trainer.is_global_zero:
             return
         means = {who: mean_scores(each[who] for each in tested.values()) for who in ("net", "input")}
-        costs = training_costs(self.net, self.cost)
-        write_metrics(self.out(), {**means["net"], "input": means["input"], "clouds": len(tested), **costs})
+        write_metrics(self.out(), {**means["net"], "input": means["input"], "clouds": len(tested), **self.costs()})
         lines = [
             (self.data().sample_name(number), *(f"{x:.6f}" for x in each["net"].values()))
             for number, each in tested.items()

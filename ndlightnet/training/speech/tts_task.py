@@ -16,7 +16,6 @@ from torch import Tensor
 from ndlightnet.data.errors import DataError, file_name, printable
 from ndlightnet.data.signal.sound import FLOOR, write_audio
 from ndlightnet.data.text.tokenizer import ByteTokenizer
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.report.figures import panels_of, save_figure
@@ -187,8 +186,7 @@ class TTSTask(Task):
         alignment = {}
         if self.net.learns_alignment:
             alignment = mean_scores(alignment_scores(shares) for *_, shares in examples.values())
-        costs = training_costs(self.net, self.cost)
-        write_metrics(out, {**ours, "mean_frame": constant, **alignment, "recordings": len(tested), **costs})
+        write_metrics(out, {**ours, "mean_frame": constant, **alignment, "recordings": len(tested), **self.costs()})
         rows = [(*data.lines[n], *(f"{x:.6f}" for x in one["net"].values())) for n, one in tested.items()]
         write_csv(out / "test.csv", ("name", "text", *ours), rows)
         samples = []
