@@ -88,7 +88,7 @@ class PointData(LabelledData):
         check("data.points", points, points >= LEAST, f"{LEAST} or more")
         check("data.validation", validation, 0 <= validation < 1, "a fraction below 1")
         self.points, self.validation = points, validation
-        self.files: list[str] = []  # of the split that was read last
+        self.files: list[str] = []  # of the clouds that were read last, none for MedMNIST
         self.trained = False  # whether a checkpoint was loaded
         self.clouds_to_predict: list[Tensor] = []
         self.names_to_predict: list[str] = []
@@ -97,7 +97,7 @@ class PointData(LabelledData):
         super().setup(stage)
         if stage == "predict":
             return
-        splits = {} if self.root.is_dir() else read_images(self.root)
+        splits, self.files = {} if self.root.is_dir() else read_images(self.root), []
 
         def clouds(split: str) -> list[tuple[Tensor, int]]:
             return _surfaces(self.root, split, splits[split]) if splits else self._read(split)
