@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,13 +10,6 @@ from torch import Tensor
 from ndlightnet.layout.abstract import check_integers
 
 PENALTY = 100  # most, of the length; of powers beyond it a float has none
-
-
-class Finished(NamedTuple):
-    """A target that has ended, or has as many words as it may: its score and its words without the ends."""
-
-    score: float
-    words: list[int]
 
 
 @torch.no_grad()
@@ -50,14 +43,14 @@ def beam_search(
         if not 0 <= value < vocabulary:
             raise ValueError(f"{name}={value}: expected 0 to {vocabulary - 1}, a word of the network's vocabulary")
     batch, device = len(source), source.device
-    state = network.init_state(source, mask)
-    state = state.rows(torch.arange(batch, device=device).repeat_interleave(beams))
+    samples = torch.arange(batch, device=device)[:, None]
+    state = network.init_state(source, mask).rows(samples.expand(-1, beams).flatten())
     # all beams of a sample are alike at first: one goes on
     scores = torch.full((batch, beams), -torch.inf, device=device)
     scores[:, 0] = 0.0
     targets = torch.full((batch, beams, 1), begin, dtype=torch.int64, device=device)
-    finished: list[list[Finished]] = [[] for _ in range(batch)]
-    first = torch.arange(batch, device=device)[:, None] * beams  # of a sample's rows
+    # of each sample the targets that have ended, or have as many words as they may: score, and words without the ends
+    finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(batch)]
     for count in range(1, length + 1):
         logits, state = network.advance(targets[:, :, -1:].flatten(0, 1), state)
         if (logits.isnan() | logits.isposinf()).any():
@@ -68,7 +61,7 @@ def beam_search(
         # twice as many as beams: of them at most `beams` end
         best, index = (scores[..., None] + steps).flatten(1).topk(min(2 * beams, beams * vocabulary))
         beam, word = index // vocabulary, index % vocabulary
-        targets = torch.cat([targets[torch.arange(batch, device=device)[:, None], beam], word[..., None]], 2)
+        targets = torch.cat([targets.take_along_dim(beam[..., None], 1), word[..., None]], 2)
         ends = word == end
         last = count == length
         stops = ends | last
@@ -76,10 +69,10 @@ def beam_search(
             if len(finished[row]) < beams and best[row, place] > -torch.inf:
                 words = targets[row, place, 1:].tolist()
                 score = float(best[row, place]) / count**length_penalty
-                finished[row].append(Finished(score, words[:-1] if ends[row, place] else words))
+                finished[row].append((score, words[:-1] if ends[row, place] else words))
         if last or all(len(targets_of) == beams for targets_of in finished):
             break
         scores, kept = best.masked_fill(ends, -torch.inf).topk(beams)
-        targets = targets.gather(1, kept[..., None].expand(-1, -1, targets.shape[2]))
-        state = state.rows((first + beam.gather(1, kept)).flatten())
-    return [max(targets_of, key=lambda one: one.score).words if targets_of else [] for targets_of in finished]
+        targets = targets.take_along_dim(kept[..., None], 1)
+        state = state.rows((samples * beams + beam.gather(1, kept)).flatten())
+    return [max(targets_of, key=lambda one: one[0])[1] if targets_of else [] for targets_of in finished]

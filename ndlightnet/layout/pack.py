@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ndlightnet.layout.abstract import per_axis
 from ndlightnet.layout.points import Points
@@ -64,6 +65,14 @@ class Packed:
     def unpack(self) -> list[Tensor]:
         """Split into one tensor (*grid, channels) per sample."""
         return [sample[0] for sample in self.layout.split(self.values)]
+
+
+def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Lay sequences (length, ...) of any lengths in rows of a batch (rows, longest, ...), with zeros behind their ends,
+    where the mask, bool (rows, longest), is False."""
+    x = pad_sequence([*rows], batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows], device=x.device)
+    return x, torch.arange(x.shape[1], device=x.device) < lengths[:, None]
 
 
 def pack(samples: Iterable[Tensor], patch_size: int | Sequence[int] | None = None) -> Packed:

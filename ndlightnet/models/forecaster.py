@@ -48,6 +48,8 @@ class Forecaster(Pretrained):
         device, dtype: as in NDLightNet.
     """
 
+    pipeline_tag = "time-series-forecasting"
+
     @recorded
     def __init__(
         self,
@@ -101,10 +103,6 @@ class Forecaster(Pretrained):
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head = nn.Linear(embed_dim, in_chans * (len(levels) - 2))
         init_network(self)
-
-    @property
-    def pipeline_tag(self) -> str | None:
-        return "time-series-forecasting"
 
     def forward(self, values: Tensor, times: Tensor) -> Tensor:
         """Map values (batch, input_length, in_chans) and times (batch, input_length + horizon, 4 + covariates) to the

@@ -6,11 +6,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from ndlightnet.layout import Packed, PointRows
 from ndlightnet.layout.abstract import check_integers
-from ndlightnet.layout.pack import STEPS
+from ndlightnet.layout.pack import STEPS, pad_rows
 from ndlightnet.models.backbone import NDLightNet
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
@@ -89,12 +88,10 @@ class PointCompletion(Pretrained):
         with exact(pooled):  # 16 bits have no three digits of a coordinate
             coarse = self.coarse(pooled.to(self.norm.weight.dtype)).unflatten(-1, (self.queries, AXES))
             x = self.embed_point(coarse) + self.embed_cloud(pooled.to(coarse.dtype))[:, None]
-        tokens, places = features.unpack(), clouds.layout.token_coordinates(pooled.device).split(clouds.layout.lengths)
-        context, mask = pad_sequence(tokens, batch_first=True), None
-        if min(clouds.layout.lengths) < context.shape[1]:
-            counts = torch.tensor(clouds.layout.lengths, device=context.device)
-            mask = torch.arange(context.shape[1], device=context.device) < counts[:, None]
-        source = PointRows.at(pad_sequence([*places], batch_first=True))
+        lengths = clouds.layout.lengths
+        context, padding = pad_rows(features.unpack())
+        mask = None if min(lengths) == max(lengths) else padding  # attention is faster without
+        source = PointRows.at(pad_rows(clouds.layout.token_coordinates(pooled.device).split(lengths))[0])
         layout = PointRows.at(coarse * STEPS)
         for block in self.blocks:
             x = block(x, context, mask, layout, source)

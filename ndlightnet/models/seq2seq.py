@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_map
 
 from ndlightnet.layout.abstract import check_integers
 from ndlightnet.models.backbone import NDLightNet
-from ndlightnet.models.config import recorded
+from ndlightnet.models.config import Configured, recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.block import init_network
 from ndlightnet.nn.cross_block import CrossBlock, CrossState
-from ndlightnet.nn.initial import Device, Initialized, reset
+from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Mixer, layer_factories, reads_context
 from ndlightnet.nn.position import TPE, build_tpe
@@ -37,7 +37,7 @@ class DecoderState(NamedTuple):
         return picked
 
 
-class Decoder(Initialized):
+class Decoder(Configured):
     """Tokens on one axis -> MD-TPE -> causal blocks that read a context -> norm.
 
     Arguments are Seq2Seq's.
@@ -47,23 +47,16 @@ class Decoder(Initialized):
     blocks: Any
 
     def __init__(
-        self,
-        dim: int,
-        depth: int,
-        mixer: Factories,
-        cross: Factories,
-        tpe: TPE = True,
-        tpe_states: int = 128,
-        dropout: float = 0.0,
+        self, depth: int, mixer: Factories, cross: Factories, embed_dim: int, tpe: TPE, tpe_states: int, dropout: float
     ) -> None:
         super().__init__()
         mixers = layer_factories("decoder_mixer", mixer, depth, dims=1, causal=True)
         # without `dims`: a layer that reads another source mixes nothing locally
         crosses = layer_factories("cross", cross, depth, dims=None)
-        self.tpe = build_tpe(tpe, 1, dim, tpe_states, causal=True)
+        self.tpe = build_tpe(tpe, 1, embed_dim, tpe_states, causal=True)
         self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
         self.blocks = nn.ModuleList(
-            CrossBlock(dim, *pair, dropout=dropout) for pair in zip(mixers, crosses, strict=True)
+            CrossBlock(embed_dim, *pair, dropout=dropout) for pair in zip(mixers, crosses, strict=True)
         )
         for block in self.blocks:
             if not (isinstance(block.cross, Mixer) and reads_context(block.cross)):
@@ -74,7 +67,8 @@ class Decoder(Initialized):
                     "cross: its reach=None depends on the length of the target, which is not known while it is "
                     "written; expected a number, such as {'CosformerAttention': {'reach': 4096}}"
                 )
-        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
+        init_network(self)
 
     def forward(self, x: Tensor, context: Tensor, context_mask: Tensor | None = None) -> Tensor:
         """Map tokens (batch, length, dim) and a context (batch, source length, dim) to features (batch, length, dim).
@@ -127,6 +121,7 @@ class Seq2Seq(Pretrained):
         device, dtype: as in NDLightNet.
     """
 
+    pipeline_tag: str | None = "summarization"
     encoder: Any
     decoder: Any
 
@@ -150,31 +145,11 @@ class Seq2Seq(Pretrained):
         super().__init__()
         check_integers(1, decoder_depth=decoder_depth)
         self.vocab_size, self.embed_dim = vocab_size, embed_dim
-        self.encoder = NDLightNet(
-            1,
-            num_classes=0,
-            vocab_size=vocab_size,
-            embed_dim=embed_dim,
-            depth=depth,
-            mixer=mixer,
-            tpe=tpe,
-            tpe_states=tpe_states,
-            dropout=dropout,
-        )
-        if cross is None:
-            cross = partial(LightNetAttention, lrpe=None)
+        options: Any = dict(embed_dim=embed_dim, tpe=tpe, tpe_states=tpe_states, dropout=dropout)
+        self.encoder = NDLightNet(1, num_classes=0, vocab_size=vocab_size, depth=depth, mixer=mixer, **options)
         later = mixer_of_decoder(mixer, decoder_mixer)
-        self.decoder = Decoder(embed_dim, decoder_depth, later, cross, tpe, tpe_states, dropout)
-        init_network(self.decoder)
-
-    def reset_parameters(self) -> None:
-        self.encoder.reset_parameters()  # in the order of the constructor
-        reset(self.decoder)
-        init_network(self.decoder)
-
-    @property
-    def pipeline_tag(self) -> str | None:
-        return "summarization"
+        cross = partial(LightNetAttention, lrpe=None) if cross is None else cross
+        self.decoder = Decoder(decoder_depth, later, cross, **options)
 
     def encode(self, source: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map words (batch, source length), int64, to what the decoder reads, (batch, source length, embed_dim). mask:

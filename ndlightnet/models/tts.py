@@ -15,7 +15,7 @@ from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.seq2seq import Seq2Seq, mixer_of_decoder
 from ndlightnet.nn.block import init_network
-from ndlightnet.nn.initial import Device, reset
+from ndlightnet.nn.initial import Device
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories
 from ndlightnet.nn.position import TPE
@@ -64,6 +64,7 @@ class AutoregressiveTTS(Seq2Seq):
         others: as in Seq2Seq.
     """
 
+    pipeline_tag = "text-to-speech"
     learns_alignment = True
 
     @recorded
@@ -75,15 +76,6 @@ class AutoregressiveTTS(Seq2Seq):
         self.prenet = nn.Sequential(*layers, nn.Linear(dim, dim))
         self.head = nn.Linear(dim, frames_per_step * bands + 1)
         init_network(self.prenet, self.head)
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        reset(self.prenet, self.head)
-        init_network(self.prenet, self.head)
-
-    @property
-    def pipeline_tag(self) -> str | None:
-        return "text-to-speech"
 
     def forward(  # type: ignore[override]
         self, text: Tensor, spectra: Tensor, mask: Tensor | None = None, frame_mask: Tensor | None = None
@@ -170,6 +162,7 @@ class ParallelTTS(Pretrained):
         tpe, tpe_states, dropout, device, dtype: as in NDLightNet.
     """
 
+    pipeline_tag = "text-to-speech"
     learns_alignment = False  # but searches it
 
     @recorded
@@ -192,13 +185,7 @@ class ParallelTTS(Pretrained):
         super().__init__()
         check_integers(1, bands=bands, decoder_depth=decoder_depth)
         self.vocab_size, self.bands, self.embed_dim = vocab_size, bands, embed_dim
-        shared: dict[str, Any] = {
-            "num_classes": 0,
-            "embed_dim": embed_dim,
-            "tpe": tpe,
-            "tpe_states": tpe_states,
-            "dropout": dropout,
-        }
+        shared: Any = dict(num_classes=0, embed_dim=embed_dim, tpe=tpe, tpe_states=tpe_states, dropout=dropout)
         self.encoder = NDLightNet(1, vocab_size=vocab_size, depth=depth, mixer=mixer, **shared)
         later = mixer_of_decoder(mixer, decoder_mixer)
         self.decoder = NDLightNet(1, embed_dim, patch_size=1, depth=decoder_depth, mixer=later, **shared)
@@ -206,10 +193,6 @@ class ParallelTTS(Pretrained):
         self.duration = nn.Sequential(nn.Linear(embed_dim, embed_dim), nn.SiLU(), nn.Linear(embed_dim, 1))
         self.head = nn.Linear(embed_dim, bands)
         init_network(self.mean, self.duration, self.head)
-
-    @property
-    def pipeline_tag(self) -> str | None:
-        return "text-to-speech"
 
     def forward(
         self, text: Tensor, spectra: Tensor, mask: Tensor | None = None, frame_mask: Tensor | None = None
@@ -230,7 +213,7 @@ class ParallelTTS(Pretrained):
         return AlignedFrames(answer, means, log_durations, durations)
 
     def _decoded(self, features: Tensor, durations: Tensor, frames: int, frame_mask: Tensor | None) -> Tensor:
-        x = features.gather(1, letters_of_frames(durations, frames)[..., None].expand(-1, -1, features.shape[2]))
+        x = features.take_along_dim(letters_of_frames(durations, frames)[..., None], 1)
         answer: Tensor = self.head(self.decoder.forward_features(x.mT, frame_mask))
         return answer
 
@@ -238,7 +221,7 @@ class ParallelTTS(Pretrained):
         """Return the mean absolute error of the spectra, half the squared distance of frames from their letters' means,
         and the squared error of log(1 + frames), means over what the masks, of letters and of frames, let through."""
         letters = letters_of_frames(predicted.durations, spectra.shape[1])
-        means = predicted.means.gather(1, letters[..., None].expand(-1, -1, self.bands))
+        means = predicted.means.take_along_dim(letters[..., None], 1)
         target = predicted.durations.to(torch.float32).log1p()
         return {
             "spectrum_loss": masked_mean((predicted.spectra - spectra).abs().float(), frame_mask),

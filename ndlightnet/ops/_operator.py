@@ -111,6 +111,19 @@ def kernel(module: str, name: str, **options: Any) -> Callable[..., Any]:
     return call
 
 
+def again_by(function: Callable[..., Tensor], *names: str) -> Callable[..., list[Tensor | None]]:
+    """Return the differentiable gradient, see Gradient, of an operator that computes function(*inputs of these
+    names)."""
+
+    def again(needed: Sequence[bool], dout: Tensor, **named: Any) -> list[Tensor | None]:
+        inputs = [named[x].view_as(named[x]) for x in names]  # one may be a function of another
+        learnt = [x for x, need in zip(inputs, needed, strict=True) if need]
+        grads = iter(torch.autograd.grad(function(*inputs), learnt, dout, create_graph=True))
+        return [next(grads) if need else None for need in needed]
+
+    return again
+
+
 def weight_gradient(dout: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of a weight (out, dim) that mapped x (..., dim), from that of the result (..., out)."""
     return dout[None].flatten(0, -2).T @ x[None].flatten(0, -2)

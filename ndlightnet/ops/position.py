@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.layout import Grid, Layout, as_layout
-from ndlightnet.ops._operator import Gradient, Operator, kernel
+from ndlightnet.ops._operator import Gradient, Operator, again_by, kernel
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import finest
 from ndlightnet.ops.lightnet.state import State, tile
@@ -264,13 +264,6 @@ def _rotate_by_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + quarter_turn(x) * sin
 
 
-def _rotate_backward(needed: Any, dout: Tensor, x: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> list[Tensor | None]:
-    x, cos, sin = (y.view_as(y) for y in (x, cos, sin))  # one may be a function of another
-    inputs = [y for y, need in zip((x, cos, sin), needed, strict=True) if need]
-    grads = iter(torch.autograd.grad(_rotate_by_torch(x, cos, sin), inputs, dout, create_graph=True))
-    return [next(grads) if need else None for need in needed]
-
-
 def _limits(x: Tensor, cos: Tensor, sin: Tensor | None = None, **_: Any) -> str:
     if x.shape[-1] % 2:
         return f"heads of {x.shape[-1]} channels: expected an even number"
@@ -289,7 +282,7 @@ _rotate = Operator(
         "rotate_backward(Tensor dout, Tensor x, Tensor cos, Tensor sin, bool needs_cos, bool needs_sin) "
         "-> (Tensor dx, Tensor dcos, Tensor dsin)",
         kernel("rotate", "rotate_backward"),
-        again=_rotate_backward,
+        again=again_by(_rotate_by_torch, "x", "cos", "sin"),
     ),
     implementations=("torch", "triton"),
     limits=_limits,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from ndlightnet.ops._operator import Gradient, Operator, kernel, weight_gradient
+from ndlightnet.ops._operator import Gradient, Operator, again_by, kernel, weight_gradient
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import product_dtype
 
@@ -38,13 +36,6 @@ def _backward(dout: Tensor, x: Tensor, weight: Tensor, needs_weight: bool) -> tu
     return dx, None if product is None else weight_gradient(dout, product)
 
 
-def _backward_by_torch(needed: Any, dout: Tensor, x: Tensor, weight: Tensor, **_: Any) -> list[Tensor | None]:
-    x, weight = x.view_as(x), weight.view_as(weight)  # one may be a function of the other
-    inputs = [y for y, need in zip((x, weight), needed, strict=True) if need]
-    grads = iter(torch.autograd.grad(_by_torch(x, weight), inputs, dout, create_graph=True))
-    return [next(grads) if need else None for need in needed]
-
-
 _kernel, _kernel_backward = kernel("swiglu", "swiglu"), kernel("swiglu", "swiglu_backward")
 _swiglu = Operator(
     "swiglu(Tensor x, Tensor weight) -> Tensor out",
@@ -53,7 +44,7 @@ _swiglu = Operator(
     Gradient(
         "swiglu_backward(Tensor dout, Tensor x, Tensor weight, bool needs_weight) -> (Tensor dx, Tensor dweight)",
         _backward,
-        again=_backward_by_torch,
+        again=again_by(_by_torch, "x", "weight"),
     ),
     flops=lambda x, weight, **_: math.prod(x) * weight[0],
     implementations=("torch", "triton"),

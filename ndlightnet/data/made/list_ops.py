@@ -7,7 +7,6 @@ modulo 10. A symbol is one character, so that bytes are its tokens.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -49,15 +48,14 @@ def make_list_ops(
         rng, seen = Random(seed), set[str]()  # single draws of NumPy take several times as long
         for name, count in (("train", train), ("test", test)):
             with open(draft / f"{name}.tsv", "w", encoding="utf-8", newline="") as file:
-                writer = csv.writer(file, delimiter="\t", lineterminator="\n")
-                writer.writerow(("expression", "value"))
+                file.write("expression\tvalue\n")
                 for _ in track(range(count), f"drawing ListOps, {name}", disable=not progress):
                     drawn = (draw_expression(rng, least, most) for _ in range(ATTEMPTS))
                     text, value = next((one for one in drawn if one[0] not in seen), ("", 0))
                     if not text:
                         raise ValueError(f"lengths={lengths}: expected more than {len(seen)} expressions to exist")
                     seen.add(text)
-                    writer.writerow((text, value))
+                    file.write(f"{text}\t{value}\n")
 
     record = {"version": VERSION, "train": train, "test": test, "lengths": [least, most], "seed": seed}
     return draw_once(folder, record, draw)

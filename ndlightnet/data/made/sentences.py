@@ -5,7 +5,6 @@ wrong number, or a clause has no verb, or two. Nouns between a verb and its subj
 many sentences lack a verb as have one too many: words alone say little, their order says all.
 """
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,13 +32,12 @@ def make_sentences(folder: Path, train: int = 6000, test: int = 1000, seed: int 
         rng, seen = np.random.default_rng(seed), set[str]()
         for name, count in (("train", train), ("test", test)):
             with open(draft / f"{name}.tsv", "w", encoding="utf-8", newline="") as file:
-                writer = csv.writer(file, delimiter="\t", lineterminator="\n")
-                writer.writerow(("sentence", "label"))
+                file.write("sentence\tlabel\n")
                 for number in rng.permutation(count).tolist():
                     while (sentence := draw_sentence(rng, number % 2 == 0)) in seen:
                         pass
                     seen.add(sentence)
-                    writer.writerow((sentence, CLASSES[number % 2]))
+                    file.write(f"{sentence}\t{CLASSES[number % 2]}\n")
 
     record = {"version": VERSION, "train": train, "test": test, "seed": seed}
     return draw_once(folder, record, draw)

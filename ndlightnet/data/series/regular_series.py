@@ -183,11 +183,9 @@ def _dates(first: pd.Timestamp, rows: int, offset: Any) -> pd.DatetimeIndex:
 
 def write_series(path: Path, columns: Sequence[str], dates: pd.DatetimeIndex, values: Tensor) -> None:
     """Write a file that `read_series` reads."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["date", *map(cell, columns)])
-        for date, row in zip(dates, values.tolist(), strict=True):
-            writer.writerow([date.strftime(DATES), *(f"{value:.6g}" for value in row)])
+    table = pd.DataFrame(values.numpy(), dates, [*map(cell, columns)])
+    options: Any = {"float_format": "%.6g", "date_format": DATES, "na_rep": "nan", "lineterminator": "\n"}
+    table.to_csv(path, index_label="date", **options)
 
 
 def time_features(dates: pd.DatetimeIndex) -> Tensor:

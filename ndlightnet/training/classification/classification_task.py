@@ -132,8 +132,34 @@ class ClassificationTask(Task, ABC):
         *space) uint8; None for samples without cells, of which no attribution can be drawn."""
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
-        """Return what a subclass adds to metrics.json; called in every process."""
-        return {}
+        """Return what metrics.json has beside `scores`; called in every process."""
+        return self.costs()
 
     def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
         """Write pictures of the test samples of these numbers; called in one process."""
+
+
+class FileClassificationTask(ClassificationTask):
+    """Base of tasks whose `predict` writes predictions.csv, a line for each file: its name, class and probabilities."""
+
+    def on_predict_start(self) -> None:
+        self.predicted: dict[int, list[float]] = {}
+
+    def predict_step(self, batch: tuple[Any, ...], _: int) -> None:
+        *inputs, _labels, numbers = batch
+        if len(numbers):  # 0: no file of the batch could be read
+            self.predicted |= dict(zip(numbers.tolist(), self.probabilities(*inputs).tolist(), strict=True))
+
+    def on_predict_end(self) -> None:
+        self.gather_lines()
+        predicted, data = self.gathered(self.predicted), self.data()
+        file = self.out() / "predictions.csv"
+        if self.trainer.is_global_zero:
+            probs = torch.tensor(list(predicted.values())).reshape(len(predicted), len(data.classes))
+            write_table(file, [data.sample_name(number) for number in predicted], probs, None, data.classes)
+            if predicted:
+                self.save_predicted(list(predicted), probs)
+        self.summary = f"{len(predicted)} predictions are in {file}"
+
+    def save_predicted(self, numbers: list[int], probabilities: Tensor) -> None:
+        """Write pictures of the predicted samples of these numbers; called in one process."""

@@ -218,9 +218,8 @@ class ColouredDigits(ImageFolders):
         super().__init__(root, size, **kwargs)
         self.images = images
 
-    def prepare_data(self) -> None:
-        if self.trainer is None or not self.trainer.predicting:
-            make_coloured_digits(self.root, *self.images)
+    def make_data(self) -> None:
+        make_coloured_digits(self.root, *self.images)
 
 
 class Pathfinder(ImageFolders):
@@ -244,6 +243,5 @@ class Pathfinder(ImageFolders):
         check("data.dashes, data.others", (dashes, others), dashes > 1 and others >= 0, "2 or more, and 0 or more")
         self.drawn = *images, size, dashes, others
 
-    def prepare_data(self) -> None:
-        if self.trainer is None or not self.trainer.predicting:
-            make_pathfinder(self.root, *self.drawn, workers=self.workers)
+    def make_data(self) -> None:
+        make_pathfinder(self.root, *self.drawn, workers=self.workers)

@@ -13,14 +13,14 @@ from ndlightnet.data.packing import token_count
 from ndlightnet.inference import mirrorings
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.training.classification.answer_figures import save_gallery
-from ndlightnet.training.classification.answer_page import write_table
-from ndlightnet.training.classification.classification_task import ClassificationTask
-from ndlightnet.training.core.costs import latencies, training_costs
+from ndlightnet.training.classification.classification_task import FileClassificationTask
+from ndlightnet.training.core.costs import latencies
 from ndlightnet.training.core.options import check
 
 
-class ImageTask(ClassificationTask):
-    """Trains `net`, images `(batch, channels, *space)` -> `(batch, classes)` logits, and measures it.
+class ImageTask(FileClassificationTask):
+    """Trains `net`, images `(batch, channels, *space)` -> `(batch, classes)` logits, and measures it. `predict` writes
+    predictions.csv and predictions.png, some of the images, the least certain first.
 
     Args:
         net: the network.
@@ -28,8 +28,6 @@ class ImageTask(ClassificationTask):
         others: as in ClassificationTask.
     """
 
-    saved = (*ClassificationTask.saved, "cost")
-    measures = "step"
     only_float32 = True
     samples = "images"
 
@@ -116,7 +114,7 @@ class ImageTask(ClassificationTask):
         patch = getattr(getattr(self.net, "embed", None), "patch", None)
         return {
             "tokens": token_count(self.data().space, patch) if patch else None,
-            **training_costs(self.net, self.cost),
+            **self.costs(),
             **({} if self.timed is None else latencies(self, self.timed)),
         }
 
@@ -129,24 +127,5 @@ class ImageTask(ClassificationTask):
         captions = self.figure_names(data.classes)
         save_gallery(self.out() / name, lambda row: data.picture(numbers[row]), probabilities, labels, captions)
 
-    def on_predict_start(self) -> None:
-        self.predicted: dict[int, list[float]] = {}
-
-    def predict_step(self, batch: tuple[Tensor, ...], _: int) -> None:
-        images, _labels, numbers = batch
-        if len(images):
-            answers = self.probabilities(images).tolist()
-            self.predicted |= dict(zip(numbers.tolist(), answers, strict=True))
-
-    def on_predict_end(self) -> None:
-        """Write predictions.csv, a line for each image, its file, class and probabilities, and predictions.png, some
-        of the images, the least certain first."""
-        self.gather_lines()
-        predicted, data = self.gathered(self.predicted), self.data()
-        file = self.out() / "predictions.csv"
-        if self.trainer.is_global_zero:
-            probs = torch.tensor(list(predicted.values())).reshape(len(predicted), len(data.classes))
-            write_table(file, [data.sample_name(number) for number in predicted], probs, None, data.classes)
-            if predicted:
-                self.save_samples(list(predicted), probs, None)
-        self.summary = f"{len(predicted)} predictions are in {file}"
+    def save_predicted(self, numbers: list[int], probabilities: Tensor) -> None:
+        self.save_samples(numbers, probabilities, None)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ndlightnet.layout import Packed
 from ndlightnet.training.classification.classification_task import ClassificationTask
-from ndlightnet.training.core.costs import training_costs
 
 
 class SignalTask(ClassificationTask):
@@ -18,8 +17,7 @@ class SignalTask(ClassificationTask):
     Args: as in ClassificationTask.
     """
 
-    saved = (*ClassificationTask.saved, "cost", "slots")
-    measures = "step"
+    saved = (*ClassificationTask.saved, "slots")
     samples = "recordings"
     tokens, slots = 0, 0  # over all training steps; `slots` with padding
 
@@ -37,7 +35,7 @@ class SignalTask(ClassificationTask):
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
         padded = 1 - self.tokens / self.slots if self.slots else None
-        return {**training_costs(self.net, self.cost), "padded_share": padded}
+        return {**super().more_metrics(probabilities, labels), "padded_share": padded}
 
     def sample(self, number: int) -> tuple[Tensor, Tensor]:
         signal = self.data().test_set[number][0]

@@ -259,10 +259,9 @@ class MovingDigits(VideoData):
         super().__init__(root, **kwargs)
         self.videos = videos
 
-    def prepare_data(self) -> None:
-        if self.trainer is None or not self.trainer.predicting:
-            # encoded at the size of real clips, resized for the network
-            make_moving_digits(self.root, *self.videos, size=96)
+    def make_data(self) -> None:
+        # encoded at the size of real clips, resized for the network
+        make_moving_digits(self.root, *self.videos, size=96)
 
 
 class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):

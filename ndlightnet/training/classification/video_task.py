@@ -14,7 +14,6 @@ from ndlightnet.inference import predict_clips, predict_clips_early
 from ndlightnet.training.classification.answer_figures import answer_caption, save_strips
 from ndlightnet.training.classification.classification_task import ClassificationTask
 from ndlightnet.training.classification.streaming import StreamTrainer
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.report.results import write_json
 
 STRIPS = 8
@@ -31,7 +30,6 @@ class VideoTask(ClassificationTask):
         others: as in ClassificationTask.
     """
 
-    measures = "step"
     samples = "videos"
     has_frames = True
     trainer_class = StreamTrainer
@@ -93,7 +91,7 @@ class VideoTask(ClassificationTask):
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
         self.strips, early = self.gathered(self.strips), self.gathered(self.early)
-        metrics = training_costs(self.net, self.cost)
+        metrics = super().more_metrics(probabilities, labels)
         if early:
             right = torch.stack(list(early.values())).argmax(-1) == labels[:, None]
             metrics["top1_after_each_frame_of_tokens"] = right.float().mean(0).tolist()

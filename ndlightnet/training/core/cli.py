@@ -193,7 +193,7 @@ class TaskCLI(LightningCLI):
             loggers = [csv, LateTensorBoardLogger(root, "logs", version=csv.version)]
         if loggers:
             callbacks.append(LearningRateMonitor())
-        monitor = getattr(self.model, "monitor", None)
+        monitor = self.model.monitor
         if saves:
             callbacks.append(FitMetrics(monitor))
         if self.subcommand == "fit" and option("enable_checkpointing") is not False:

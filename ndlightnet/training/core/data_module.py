@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -16,6 +16,8 @@ from ndlightnet.data.folders import find_root
 from ndlightnet.data.sampling import SeededSampler, SeededSamples, linspace_indices
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log
+
+T = TypeVar("T")
 
 
 class DataModule(L.LightningDataModule):
@@ -41,8 +43,9 @@ class DataModule(L.LightningDataModule):
 
     @property
     def source(self) -> Path | None:
-        """The file or folder that has to exist for a training or a test, None for data that `prepare_data` makes."""
-        return self.root if type(self).prepare_data is DataModule.prepare_data else None
+        """The file or folder that has to exist for a training or a test, None for data that are made."""
+        makes = (DataModule.make_data, DataModule.prepare_data)
+        return self.root if (type(self).make_data, type(self).prepare_data) == makes else None
 
     def __init__(self, root: str, batch_size: int, workers: int = 0, input: str | None = None) -> None:
         super().__init__()
@@ -51,6 +54,14 @@ class DataModule(L.LightningDataModule):
         self.root, self.batch_size, self.workers, self.input = find_root(root), batch_size, workers, input
         self.seed = torch.initial_seed()
         self.skipped: set[str] = set()
+        self.unreadable: list[str] = []  # a line for each file to predict that `read_each` leaves out
+
+    def make_data(self) -> None:
+        """Write the data under `root` if they do not exist yet; called before all but predictions, once a node."""
+
+    def prepare_data(self) -> None:
+        if self.trainer is None or not self.trainer.predicting:
+            self.make_data()
 
     def setup(self, stage: str) -> None:
         self.seed = torch.initial_seed()
@@ -94,6 +105,19 @@ class DataModule(L.LightningDataModule):
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         return self.input
 
+    def read_each(self, files: Iterable[str], read: Callable[[Path], T]) -> list[tuple[Path, T]]:
+        """Return the files to predict that can be read, each with what `read` makes of it. DataError if there is
+        none."""
+        self.unreadable, items = [], []
+        for file in map(Path, files):
+            try:
+                items.append((file, read(file)))
+            except DataError as error:
+                self.unreadable.append(str(error))
+        if not items:
+            raise DataError("; ".join(self.unreadable))
+        return items
+
     def report_skipped(self, problems: Sequence[str], consequence: str) -> None:
         """Print a note for each file that could not be read, once."""
         new = {problem for problem in problems if problem} - self.skipped
@@ -136,6 +160,12 @@ def held_out(fraction: float, count: int) -> set[int]:
     """Return which of `count` training samples choose the best checkpoint, evenly spaced."""
     out = round(fraction * count)
     return {round(i * count / out) for i in range(out)}
+
+
+def hold_out(fraction: float, samples: Sequence[T]) -> tuple[list[T], list[T]]:
+    """Return the samples to train with, and those of `held_out`."""
+    held = held_out(fraction, len(samples))
+    return [x for n, x in enumerate(samples) if n not in held], [x for n, x in enumerate(samples) if n in held]
 
 
 def limited(data: Any, labels: Sequence[int]) -> list[int]:

@@ -26,7 +26,7 @@ from ndlightnet.nn import Block
 from ndlightnet.parallel import Processes, Shard, activated
 from ndlightnet.training.core.captured_call import CapturedCall
 from ndlightnet.training.core.checkpoints import describe, load_initial, some_of
-from ndlightnet.training.core.costs import CostMonitor
+from ndlightnet.training.core.costs import CostMonitor, training_costs
 from ndlightnet.training.core.optim import Schedule, adamw
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.speed import checkpoint_blocks
@@ -71,11 +71,11 @@ class Task(L.LightningModule):
     """
 
     # entries of a checkpoint that `on_load_checkpoint` and Lightning need
-    saved: tuple[str, ...] = ("names", "pytorch-lightning_version")
-    # what CostMonitor times in training beside the throughput; if any, "cost" is one of `saved`
-    measures: Literal["step", "epoch"] | None = None
+    saved: tuple[str, ...] = ("names", "pytorch-lightning_version", "cost")
+    # what CostMonitor times in training beside the throughput
+    measures: Literal["step", "epoch"] | None = "step"
     # the metric, logged in validation, of which the best checkpoint has the highest value
-    monitor: ClassVar[str | None] = None
+    monitor: ClassVar[str] = "val_score"
     # whether samples reach the network in ways that Lightning does not convert
     only_float32: ClassVar[bool] = False
     # whether training_step can do with slabs of the samples, see grid_devices
@@ -356,6 +356,10 @@ class Task(L.LightningModule):
             raise DataError(f"{data.root}: has {current}, but the checkpoint was trained on {saved}")
         data.set_names(saved)
 
+    def costs(self) -> dict[str, Any]:
+        """Return what metrics.json says of the network's size, its training's time and its memory."""
+        return training_costs(self.net, self.cost)
+
     def gathered(self, items: dict[Any, T]) -> dict[Any, T]:
         """Return the entries of all processes, sorted by their keys. A sampler that fills up its
         last batch gives a sample to two processes: equal keys count once."""
@@ -366,6 +370,6 @@ class Task(L.LightningModule):
         return dict(sorted(items.items()))
 
     def gather_lines(self) -> None:
-        """Gather the failures and notes of all processes."""
-        self.failures = list(self.gathered({line: line for line in self.failures}))
+        """Gather the failures, those of the data's files among them, and notes of all processes."""
+        self.failures = list(self.gathered({line: line for line in [*self.failures, *self.data().unreadable]}))
         self.notes = list(self.gathered({line: line for line in self.notes}))

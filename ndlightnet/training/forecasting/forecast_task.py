@@ -14,7 +14,6 @@ from torch.nn.functional import mse_loss
 from ndlightnet.data.errors import DataError, atomic_write, file_name
 from ndlightnet.data.series.regular_series import mean_errors, simple_forecasts, window_errors, write_series
 from ndlightnet.models.forecaster import TIME_FEATURES
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.forecasting.forecast_figure import Panel, save_forecasts
 from ndlightnet.training.report.results import write_metrics
@@ -41,9 +40,7 @@ class ForecastTask(Task):
         all: as in Task.
     """
 
-    saved = (*Task.saved, "cost", "scale")
-    measures = "step"
-    monitor = "val_score"
+    saved = (*Task.saved, "scale")
 
     def setup(self, stage: str) -> None:
         data = self.data()
@@ -65,7 +62,7 @@ class ForecastTask(Task):
         values, times, target, _index = batch
         forecast, target = self._targets(self(values, times).float()), target[..., self.data().target_places]
         quantiles = self._quantiles()
-        loss = quantile_loss(forecast, target, quantiles).mean() if quantiles else mse_loss(forecast, target)
+        loss = quantile_loss(forecast, target, quantiles).mean() if quantiles else mse_loss(forecast[..., 0], target)
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -121,7 +118,7 @@ class ForecastTask(Task):
             "known": list(data.known),
             "input_length": data.input_length,
             "horizon": data.horizon,
-            **training_costs(self.net, self.cost),
+            **self.costs(),
         }
         self.log("test_mse", ours["mse"], rank_zero_only=True)
         if not self.trainer.is_global_zero:
@@ -137,20 +134,16 @@ class ForecastTask(Task):
 
     def predict_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
         data, (values, times) = self.data(), batch
-        output = self._targets(self.net(values, times))[0]
-        inputs, forecast = data.unscaled(values[0, :, data.target_places]), data.unscaled(self._median(output))
+        forecasts, quantiles = self._unscaled(self._targets(self.net(values, times))[0]), self._quantiles()
+        inputs, forecast = data.unscaled(values[0, :, data.target_places]), self._median(forecasts)
         dates = data.series.dates_from(data.first, data.input_length + data.horizon)
         name = re.sub(r"(?i)(\.csv)?(\.gz)?$", "", Path(data.input).name, count=1)
         file = self.out() / "predictions" / f"{file_name(name)}.csv"
         with atomic_write(file) as draft:
-            columns, later, band = data.targets, forecast, None
-            if quantiles := self._quantiles():
-                columns = [f"{column} {level}" for column in columns for level in quantiles]
-                band = self._unscaled(output)
-                later = band.flatten(1)
-            write_series(draft, columns, dates[len(inputs) :], later)
+            columns = [f"{column} {level}" for column in data.targets for level in quantiles or ()]
+            write_series(draft, columns or data.targets, dates[len(inputs) :], forecasts.flatten(1))
         panels = [
-            Panel(column, dates, inputs[:, i], forecast[:, i], None, None if band is None else band[:, i, [0, -1]])
+            Panel(column, dates, inputs[:, i], forecast[:, i], None, forecasts[:, i, [0, -1]] if quantiles else None)
             for i, column in enumerate(data.targets)
         ]
         save_forecasts(file.with_suffix(".png"), panels)
@@ -161,14 +154,12 @@ class ForecastTask(Task):
         return quantiles
 
     def _targets(self, output: Tensor) -> Tensor:
-        """Return what the network gives of the targets, (..., targets), with quantiles (..., targets, quantiles)."""
-        places = self.data().target_places
-        return output[..., places, :] if self._quantiles() else output[..., places]
+        """Return what the network gives of the targets, (..., targets, quantiles), 1 if it gives none."""
+        output = output if self._quantiles() else output[..., None]
+        return output[..., self.data().target_places, :]
 
-    def _median(self, output: Tensor) -> Tensor:
-        """Return the forecast (..., columns) of what the network gives, the median of its quantiles."""
-        quantiles = self._quantiles()
-        return output[..., quantiles.index(0.5)] if quantiles else output
+    def _median(self, forecasts: Tensor) -> Tensor:
+        return forecasts[..., (self._quantiles() or (0.5,)).index(0.5)]
 
     def _unscaled(self, quantiles: Tensor) -> Tensor:
         """Return quantiles (horizon, columns, quantiles) in the units of the file."""

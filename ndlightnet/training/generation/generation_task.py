@@ -18,7 +18,6 @@ from ndlightnet.data.errors import DataError, file_name
 from ndlightnet.data.sampling import linspace_indices, mixed
 from ndlightnet.inference import sample
 from ndlightnet.layout import per_axis
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.generation.fidelity import Nearest, frechet_distance, load_features, precision_and_recall
@@ -62,10 +61,8 @@ class GenerationTask(Task):
         others: as in Task.
     """
 
-    saved = (*Task.saved, "cost", "space", "prediction")
-    measures = "step"
+    saved = (*Task.saved, "space", "prediction")
     only_float32 = True
-    monitor = "val_score"
 
     def __init__(
         self,
@@ -268,7 +265,7 @@ class GenerationTask(Task):
             "sampling_steps": self.sampling_steps,
             "guidance": self.guidance,
             "sampled_per_second": len(labels) / seconds,
-            **training_costs(self.net, self.cost),
+            **self.costs(),
         }
         write_metrics(self.out(), metrics)
         self.save_sheets("samples", labels, pixels)

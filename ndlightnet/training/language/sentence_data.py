@@ -145,9 +145,8 @@ class MadeSentences(SentenceData):
         check("data.samples", samples, min(samples) > 0, "1 or more of each")
         self.samples = samples
 
-    def prepare_data(self) -> None:
-        if self.trainer is None or not self.trainer.predicting:
-            make_sentences(self.root, *self.samples)
+    def make_data(self) -> None:
+        make_sentences(self.root, *self.samples)
 
 
 class ListOps(SentenceData):
@@ -165,6 +164,5 @@ class ListOps(SentenceData):
         check("data.symbols", symbols, LEAST <= symbols[0] <= symbols[1], f"{LEAST} or more, in order")
         self.samples, self.symbols = samples, symbols
 
-    def prepare_data(self) -> None:
-        if self.trainer is None or not self.trainer.predicting:
-            make_list_ops(self.root, *self.samples, self.symbols)
+    def make_data(self) -> None:
+        make_list_ops(self.root, *self.samples, self.symbols)

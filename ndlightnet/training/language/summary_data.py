@@ -16,7 +16,8 @@ from ndlightnet.data.made.notes import make_notes
 from ndlightnet.data.text.tables import TextPair, read_pairs
 from ndlightnet.data.text.text_files import ending, read_pieces
 from ndlightnet.data.text.tokenizer import BYTES, FILE, load_tokenizer
-from ndlightnet.training.core.data_module import held_out
+from ndlightnet.layout.pack import pad_rows
+from ndlightnet.training.core.data_module import hold_out
 from ndlightnet.training.core.options import check
 from ndlightnet.training.language.tokenized import TokenizedData
 from ndlightnet.training.report.results import log_rank_zero
@@ -38,11 +39,8 @@ class Pairs(NamedTuple):
 def collate_pairs(items: Sequence[tuple[Tensor, Tensor, int]]) -> Pairs:
     """Return the batch of samples (source (n,), target (m,), number)."""
     sources, targets, numbers = zip(*items, strict=True)
-    lengths = torch.tensor([len(source) for source in sources])
-    source = pad_sequence([*sources], batch_first=True)
     return Pairs(
-        source,
-        torch.arange(source.shape[1]) < lengths[:, None],
+        *pad_rows(sources),
         pad_sequence([target[:-1] for target in targets], batch_first=True),
         pad_sequence([target[1:] for target in targets], batch_first=True, padding_value=NOT_COUNTED),
         torch.tensor(numbers),
@@ -91,7 +89,6 @@ class SummaryData(TokenizedData):
         self.tokenizer_source, self.length, self.target_length = tokenizer, length, target_length
         self.collate = collate_pairs
         self.rows: list[TextPair] = []
-        self.unreadable: list[str] = []
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -102,10 +99,7 @@ class SummaryData(TokenizedData):
         if isinstance(self.val, str):
             self.train_set, self.val_set = samples, self._samples(self.root / self.val)
             return
-        held = held_out(self.val, len(samples))
-        self.train_set, self.val_set = (
-            [sample for n, sample in enumerate(samples) if (n in held) == validates] for validates in (False, True)
-        )
+        self.train_set, self.val_set = hold_out(self.val, samples)
         if not self.train_set:
             raise DataError(f"{self.root / self.train}: val={self.val} leaves none of its rows to train on")
 
@@ -134,21 +128,16 @@ class SummaryData(TokenizedData):
 
     def predict_dataloader(self) -> Any:
         path = Path(self.check_input("a file or a folder to predict", self.tokenizer is not None))
-        self.rows, self.unreadable = [], []
-        for file in map(Path, list_files(path)):
-            try:
-                if ending(file) == ".jsonl":
-                    self.rows += read_pairs(file, self.source_field, None)
-                    continue
-                text = "".join(piece.text for piece in read_pieces(file))
-                if not text.strip():
-                    raise DataError(f"{file}: is blank, expected a text")
-                self.rows.append(TextPair(text, (), str(file)))
-            except DataError as error:
-                self.unreadable.append(str(error))
-        if not self.rows:
-            raise DataError("; ".join(self.unreadable))
+        self.rows = [row for _, rows in self.read_each(list_files(path), self._sources) for row in rows]
         return self.still_loader(self._tokens(path, self.rows))
+
+    def _sources(self, file: Path) -> list[TextPair]:
+        if ending(file) == ".jsonl":
+            return read_pairs(file, self.source_field, None)
+        text = "".join(piece.text for piece in read_pieces(file))
+        if not text.strip():
+            raise DataError(f"{file}: is blank, expected a text")
+        return [TextPair(text, (), str(file))]
 
 
 class MadeNotes(SummaryData):
@@ -164,6 +153,5 @@ class MadeNotes(SummaryData):
         check("data.sentences", sentences, sentences > 0, "1 or more")
         self.samples, self.sentences = samples, sentences
 
-    def prepare_data(self) -> None:
-        if self.trainer is None or not self.trainer.predicting:
-            make_notes(self.root, *self.samples, self.sentences)
+    def make_data(self) -> None:
+        make_notes(self.root, *self.samples, self.sentences)

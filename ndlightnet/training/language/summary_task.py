@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from statistics import mean
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,12 +12,11 @@ from torchmetrics.functional.text import rouge_score
 from ndlightnet.data.errors import printable
 from ndlightnet.data.sampling import linspace_indices
 from ndlightnet.inference.beam_search import beam_search
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.language.summary_data import NOT_COUNTED, Pairs
 from ndlightnet.training.language.tokenized import TokenizedTask
 from ndlightnet.training.report.page import number, write_html
-from ndlightnet.training.report.results import write_csv, write_metrics
+from ndlightnet.training.report.results import mean_scores, write_csv, write_metrics
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
 SHOWN = 30  # samples on the page, evenly spaced from the worst on
@@ -120,43 +118,29 @@ class SummaryTask(TokenizedTask):
         if not self.trainer.is_global_zero:
             return
         data, out = self.data(), self.out()
-        rows = {index: data.rows[index] for index in written}
-        scores = {index: rouge(written[index], row.targets) for index, row in rows.items()}
-        leads = [rouge(first_sentence(row.source), row.targets) for row in rows.values()]
-        means = {name: mean(one[name] for one in scores.values()) for name in ROUGES}
-        lead = {name: mean(one[name] for one in leads) for name in ROUGES}
+        rows = [data.rows[index] for index in written]
+        scores = [rouge(text, row.targets) for text, row in zip(written.values(), rows, strict=True)]
+        means = mean_scores(scores)
+        lead = mean_scores(rouge(first_sentence(row.source), row.targets) for row in rows)
         metrics = {
             **means,
             "first_sentence": lead,
             "loss": sum(loss for loss, _ in losses.values()) / sum(words for _, words in losses.values()),
             "texts": len(rows),
             "beams": self.beams,
-            **training_costs(self.net, self.cost),
+            **self.costs(),
         }
         write_metrics(out, metrics)
-        head = ("place", "source", "reference", "written", *ROUGES)
-        lines = [
-            (
-                row.place,
-                row.source,
-                " | ".join(row.targets),
-                written[index],
-                *(f"{scores[index][x]:.6f}" for x in ROUGES),
-            )
-            for index, row in rows.items()
-        ]
-        write_csv(out / "test.csv", head, lines)
-        order = sorted(rows, key=lambda index: scores[index]["rougeL"])
         samples = [
-            {
-                "score": number(scores[index]["rougeL"]),
-                "written": written[index],
-                "place": rows[index].place,
-                "reference": " | ".join(rows[index].targets),
-                "source": rows[index].source,
-            }
-            for index in (order[place] for place in linspace_indices(min(SHOWN, len(order)), len(order)))
+            {"place": row.place, "source": row.source, "reference": " | ".join(row.targets), "written": text}
+            for text, row in zip(written.values(), rows, strict=True)
         ]
+        measures = [[f"{x:.6f}" for x in one.values()] for one in scores]
+        lines = [[*sample.values(), *values] for sample, values in zip(samples, measures, strict=True)]
+        write_csv(out / "test.csv", (*samples[0], *means), lines)
+        order = sorted(range(len(rows)), key=lambda n: scores[n]["rougeL"])
+        places = linspace_indices(min(SHOWN, len(order)), len(order))
+        examples = [{**samples[n], "score": number(scores[n]["rougeL"])} for n in (order[place] for place in places)]
         table = [
             (name, *(number(values[x]) for x in ROUGES))
             for name, values in (("written", means), ("the first sentence", lead))
@@ -166,13 +150,12 @@ class SummaryTask(TokenizedTask):
             f"{values} over {len(rows)} texts (their first sentences {', '.join(f'{x:.3f}' for x in lead.values())})"
         )
         title = f"Test: {printable(data.root)}"
-        write_html(out / "index.html", PAGE, title=title, summary=summary, failures=[], scores=table, samples=samples)
+        write_html(out / "index.html", PAGE, title=title, summary=summary, failures=[], scores=table, samples=examples)
         self.summary = f"{summary}; see {out / 'index.html'}"
 
     def on_predict_epoch_end(self) -> None:
         """Write predictions.csv: of each text its file, and line, and what was written of it."""
         data = self.data()
-        self.failures += data.unreadable
         self.gather_lines()
         written, file = self.gathered(self.written), self.out() / "predictions.csv"
         if not self.trainer.is_global_zero or not written:

@@ -16,7 +16,6 @@ from ndlightnet.layout import Packed
 from ndlightnet.training.classification.answer_figures import save_confusion, save_curves
 from ndlightnet.training.classification.answer_page import write_page
 from ndlightnet.training.classification.scores import BINS, scores
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.language.tokenized import TokenizedTask
 from ndlightnet.training.report.results import write_csv, write_metrics
@@ -119,7 +118,7 @@ class TextClsTask(TokenizedTask):
         data, out = self.data(), self.out()
         values = {metric: measure(metric, outputs, labels) for metric in self.metrics}
         more = {} if self.regression else scores(outputs, labels, data.classes)
-        metrics = {"scores": values, **more, "texts": len(labels), **training_costs(self.net, self.cost)}
+        metrics = {"scores": values, **more, "texts": len(labels), **self.costs()}
         write_metrics(out, metrics)
         self._write_table("test", numbers, outputs, labels)
         summary = ", ".join(f"{metric} {value:.3f}" for metric, value in values.items())

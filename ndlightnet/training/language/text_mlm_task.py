@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.inference.likelihood import score_tokens
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.language.measures import power_of_2
 from ndlightnet.training.language.text_task import TextLoss
 from ndlightnet.training.language.tokenized import TokenizedTask
@@ -73,7 +72,7 @@ class MaskedTextTask(TokenizedTask):
         results = torch.cat([*tested.values()], 1)
         loss, accuracy = results.mean(1).tolist()
         metrics = {"loss": loss, "perplexity": power_of_2(loss / math.log(2)), "accuracy": accuracy}
-        write_metrics(self.out(), {**metrics, "hidden_tokens": results.shape[1], **training_costs(self.net, self.cost)})
+        write_metrics(self.out(), {**metrics, "hidden_tokens": results.shape[1], **self.costs()})
         self.summary = (
             f"loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.3f} of hidden tokens; see {self.out()}"
         )

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.text.tokens import read_tokens
 from ndlightnet.ops.linear_cross_entropy import linear_cross_entropy
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.language.curves import draw, write_table
 from ndlightnet.training.language.measures import Extent, calls_head, extent, file_bits, means, token_nll
@@ -138,7 +137,7 @@ class TextTask(TokenizedTask):
             "not_measured": missing,
             "train_length": data.length,
             **{f"test_{name}": count for name, count in text._asdict().items()},
-            **training_costs(self.net, self.cost),
+            **self.costs(),
         }
         at = metrics["bits_per_byte_at"]
         values = [f"{at[length]:.3f} at {length}" for length in bits]

@@ -26,9 +26,7 @@ class TokenizedData(DataModule):
 class TokenizedTask(Task):
     """Base class of tasks on TokenizedData."""
 
-    saved = (*Task.saved, "tokenizer", "cost")
-    measures = "step"
-    monitor = "val_score"
+    saved = (*Task.saved, "tokenizer")
 
     def setup(self, stage: str) -> None:
         """Check that the network has a number for every token. (The data are set up first.)"""

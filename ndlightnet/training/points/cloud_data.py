@@ -18,7 +18,7 @@ from ndlightnet.data.made.shapes import make_shapes
 from ndlightnet.data.points.clouds import ENDINGS, LEAST, half_space, placed, read_cloud, some_points, surface
 from ndlightnet.data.threads import in_threads
 from ndlightnet.layout import pack_points
-from ndlightnet.training.core.data_module import LabelledData, held_out
+from ndlightnet.training.core.data_module import LabelledData, hold_out
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log_rank_zero
 
@@ -88,17 +88,16 @@ class PointData(LabelledData):
         check("data.points", points, points >= LEAST, f"{LEAST} or more")
         check("data.validation", validation, 0 <= validation < 1, "a fraction below 1")
         self.points, self.validation = points, validation
-        self.files: dict[str, list[str]] = {}  # of each split
+        self.files: list[str] = []  # of the clouds that were read last, none for MedMNIST
         self.trained = False  # whether a checkpoint was loaded
         self.clouds_to_predict: list[Tensor] = []
         self.names_to_predict: list[str] = []
-        self.unreadable: list[str] = []
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "predict":
             return
-        splits = {} if self.root.is_dir() else read_images(self.root)
+        splits, self.files = {} if self.root.is_dir() else read_images(self.root), []
 
         def clouds(split: str) -> list[tuple[Tensor, int]]:
             return _surfaces(self.root, split, splits[split]) if splits else self._read(split)
@@ -107,11 +106,9 @@ class PointData(LabelledData):
             self.test_set = Clouds(clouds("test"), self.points, self.keep)
             return
         everything = clouds("train")
-        held = held_out(self.validation, len(everything))
-        learnt = [cloud for n, cloud in enumerate(everything) if "val" in splits or n not in held]
+        learnt, kept = (everything, clouds("val")) if "val" in splits else hold_out(self.validation, everything)
         if not learnt:
             raise DataError(f"{self.root}: validation={self.validation} leaves no cloud to train on")
-        kept = clouds("val") if "val" in splits else [everything[n] for n in sorted(held)]
         self.train_set = Clouds(learnt, self.points, self.keep, train=True)
         self.val_set = Clouds(kept, self.points, self.keep)
 
@@ -119,7 +116,7 @@ class PointData(LabelledData):
         notes: list[str] = []
         files = self.find(split, notes)
         log_rank_zero(notes)
-        self.files[split] = [file for file, _ in files]
+        self.files = [file for file, _ in files]
         return in_threads(lambda each: (read_cloud(Path(each[0])), each[1]), files, f"reading {split}", workers=1)
 
     def find(self, split: str, notes: list[str]) -> list[tuple[str, int]]:
@@ -127,7 +124,7 @@ class PointData(LabelledData):
         return [(file, 0) for file in list_files(self.root / split, ENDINGS, notes)]
 
     def sample_name(self, number: int) -> str:
-        return self.files["test"][number] if self.files else str(number)
+        return self.files[number] if self.files else str(number)
 
     def set_names(self, names: dict[str, list[Any]]) -> None:
         super().set_names(names)
@@ -135,19 +132,13 @@ class PointData(LabelledData):
 
     def predict_dataloader(self) -> Any:
         path = Path(self.check_input("a file or a folder to predict", self.trained))
-        clouds, names, notes = [], [], list[str]()
-        for file in list_files(path, ENDINGS, notes):
-            try:
-                clouds.append((read_cloud(Path(file)), 0))
-                names.append(file)
-            except DataError as error:
-                self.unreadable.append(str(error))
+        notes: list[str] = []
+        files = list_files(path, ENDINGS, notes)
         log_rank_zero(notes)
-        if not clouds:
-            raise DataError("; ".join(self.unreadable))
-        self.files["predict"], self.clouds_to_predict = names, [cloud for cloud, _ in clouds]
-        self.names_to_predict = _short_names(path, names)
-        return self.still_loader(Clouds(clouds, self.points, None))
+        clouds = self.read_each(files, read_cloud)
+        self.files, self.clouds_to_predict = [str(file) for file, _ in clouds], [cloud for _, cloud in clouds]
+        self.names_to_predict = _short_names(path, self.files)
+        return self.still_loader(Clouds([(cloud, 0) for cloud in self.clouds_to_predict], self.points, None))
 
 
 def _short_names(path: Path, files: Sequence[str]) -> list[str]:
@@ -208,29 +199,29 @@ class CloudFolders(PointData):
         return [(file, label) for folder, label in folders for file in list_files(folder, ENDINGS, notes)]
 
 
-class MadeShapes(PartialClouds):
+class _MadeClouds(PointData):
+    """Shapes that are made.
+
+    shapes: number of training and of test clouds.
+    """
+
+    def __init__(self, root: str, shapes: tuple[int, int] = (1000, 200), **kwargs: Any) -> None:
+        super().__init__(root, **kwargs)
+        self.shapes = shapes
+
+    def make_data(self) -> None:
+        make_shapes(self.root, *self.shapes, self.points)
+
+
+class MadeShapes(_MadeClouds, PartialClouds):
     """Shapes to complete, which are made under `root` if they do not exist yet, see ndlightnet.data.made.shapes.
 
     shapes: number of training and of test clouds.
     """
 
-    def __init__(self, root: str, shapes: tuple[int, int] = (1000, 200), **kwargs: Any) -> None:
-        super().__init__(root, **kwargs)
-        self.shapes = shapes
 
-    def prepare_data(self) -> None:
-        if self.trainer is None or not self.trainer.predicting:
-            make_shapes(self.root, *self.shapes, self.points)
-
-
-class ShapeClasses(CloudFolders):
+class ShapeClasses(_MadeClouds, CloudFolders):
     """Shapes to classify, made as those of MadeShapes.
 
     shapes: number of training and of test clouds.
     """
-
-    def __init__(self, root: str, shapes: tuple[int, int] = (1000, 200), **kwargs: Any) -> None:
-        super().__init__(root, **kwargs)
-        self.shapes = shapes
-
-    prepare_data = MadeShapes.prepare_data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import mean
 from typing import Any
 
 import torch
@@ -12,10 +11,9 @@ from ndlightnet.data.errors import file_name
 from ndlightnet.data.points.clouds import placed, write_cloud
 from ndlightnet.layout import Packed
 from ndlightnet.training.classification.answer_figures import worst_to_best
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.points.cloud_figure import save_clouds
-from ndlightnet.training.report.results import write_csv, write_metrics
+from ndlightnet.training.report.results import mean_scores, write_csv, write_metrics
 
 NEAR = 0.05  # of the F-score, in radii of the cloud
 SHOWN = 6  # clouds in test_clouds.png, evenly spaced from the worst on
@@ -69,9 +67,6 @@ class CompletionTask(Task):
     Args: as in Task.
     """
 
-    saved = (*Task.saved, "cost")
-    measures = "step"
-    monitor = "val_score"
     only_float32 = True
 
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
@@ -106,17 +101,13 @@ class CompletionTask(Task):
         tested, clouds = self.gathered(self.tested), self.gathered(self.clouds)
         if not self.trainer.is_global_zero:
             return
-        names = [*next(iter(tested.values()))["net"]]
-        means = {
-            who: {name: mean(each[who][name] for each in tested.values()) for name in names} for who in ("net", "input")
-        }
-        costs = training_costs(self.net, self.cost)
-        write_metrics(self.out(), {**means["net"], "input": means["input"], "clouds": len(tested), **costs})
+        means = {who: mean_scores(each[who] for each in tested.values()) for who in ("net", "input")}
+        write_metrics(self.out(), {**means["net"], "input": means["input"], "clouds": len(tested), **self.costs()})
         lines = [
             (self.data().sample_name(number), *(f"{x:.6f}" for x in each["net"].values()))
             for number, each in tested.items()
         ]
-        write_csv(self.out() / "test.csv", ("file", *names), lines)
+        write_csv(self.out() / "test.csv", ("file", *means["net"]), lines)
         numbers, distances = [*tested], [each["net"]["chamfer_l1"] for each in tested.values()]
         rows = []
         for place in worst_to_best(-torch.tensor(distances), SHOWN):
@@ -147,6 +138,5 @@ class CompletionTask(Task):
             self.written[number] = path.name
 
     def on_predict_epoch_end(self) -> None:
-        self.failures += self.data().unreadable
         self.gather_lines()
         self.summary = f"{len(self.gathered(self.written))} clouds are in {self.out() / 'predictions'}"

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from ndlightnet.training.classification.answer_figures import worst_to_best
-from ndlightnet.training.classification.answer_page import write_table
-from ndlightnet.training.classification.classification_task import ClassificationTask
-from ndlightnet.training.core.costs import training_costs
+from ndlightnet.training.classification.classification_task import FileClassificationTask
 from ndlightnet.training.points.cloud_figure import save_clouds
 
 ROWS, COLUMNS = 3, 5  # clouds in test_clouds.png
 
 
-class PointClsTask(ClassificationTask):
+class PointClsTask(FileClassificationTask):
     """Trains `net`, packed clouds -> `(batch, classes)` logits: an NDLightNet of 3 axes and channels with patches of 1,
     no MD-TPE and a mixer without an order. `predict` writes predictions.csv.
 
     Args: as in ClassificationTask.
     """
 
-    saved = (*ClassificationTask.saved, "cost")
-    measures = "step"
     samples = "clouds"
     only_float32 = True
     grid_parallel = False
@@ -33,9 +26,6 @@ class PointClsTask(ClassificationTask):
         self.expect(in_chans=3)
         if stage != "predict":  # classes come with the checkpoint
             self.expect(num_classes=len(self.data().classes))
-
-    def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
-        return training_costs(self.net, self.cost)
 
     def sample(self, number: int) -> None:
         return None
@@ -48,21 +38,3 @@ class PointClsTask(ClassificationTask):
         ]
         lines = [panels[first : first + COLUMNS] for first in range(0, len(panels), COLUMNS)]
         save_clouds(self.out() / "test_clouds.png", lines)
-
-    def on_predict_start(self) -> None:
-        self.predicted: dict[int, list[float]] = {}
-
-    def predict_step(self, batch: tuple[Any, ...], _: int) -> None:
-        clouds, _labels, numbers = batch
-        self.predicted |= dict(zip(numbers.tolist(), self.probabilities(clouds).tolist(), strict=True))
-
-    def on_predict_end(self) -> None:
-        """Write predictions.csv, a line for each cloud: its file, class and probabilities."""
-        data, file = self.data(), self.out() / "predictions.csv"
-        self.failures += data.unreadable
-        self.gather_lines()
-        predicted = self.gathered(self.predicted)
-        if self.trainer.is_global_zero:
-            names = [data.files["predict"][number] for number in predicted]
-            write_table(file, names, torch.tensor([*predicted.values()]), None, data.classes)
-        self.summary = f"{len(predicted)} predictions are in {file}"

@@ -14,7 +14,6 @@ from ndlightnet.data.sampling import mixed
 from ndlightnet.layout import per_axis
 from ndlightnet.models import NDLightNet
 from ndlightnet.models.masked import MaskedDecoder, masked_loss
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.optim import adamw
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.task import Task
@@ -53,8 +52,6 @@ class PretrainTask(Task):
         others: as in Task.
     """
 
-    saved = (*Task.saved, "cost")
-    measures = "step"
     only_float32 = True
     monitor = "val_explained"
 
@@ -163,7 +160,7 @@ class PretrainTask(Task):
             raise DataError(f"{self.data().root}: no file of the test could be read")
         explained = sum(value * number for value, number in self.tested) / count
         measures = {"explained": explained, "samples": count, "dropped": self.dropped, "box": list(self.box)}
-        metrics = {**measures, **training_costs(self.net, self.cost)}
+        metrics = {**measures, **self.costs()}
         if self.trainer.is_global_zero:
             write_metrics(self.out(), metrics)
         self.summary = f"explained {explained:.3f} of what was dropped, over {count} samples; see {self.out()}"

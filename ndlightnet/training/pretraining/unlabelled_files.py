@@ -18,7 +18,7 @@ from ndlightnet.data.video.video_files import find_videos
 from ndlightnet.data.video.video_transforms import Framing, denormalized, normalized, train_clip, training
 from ndlightnet.data.volume.class_folders import read_volume
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.training.core.data_module import LabelledData, held_out
+from ndlightnet.training.core.data_module import LabelledData, hold_out
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log_rank_zero
 
@@ -88,11 +88,11 @@ class UnlabelledFiles(LabelledData):
         notes: list[str] = []
         files, read = getattr(self, f"_{self.kind}")(notes)
         log_rank_zero(notes)
-        chosen = held_out(self.validation, len(files))
-        if len(chosen) == len(files):
+        fitted, chosen = hold_out(self.validation, files)
+        if not fitted:
             raise DataError(f"{self.root}: {len(files)} files, expected some to train with")
-        self.train_set = Samples([file for at, file in enumerate(files) if at not in chosen], read)
-        self.val_set = self.test_set = Samples([file for at, file in enumerate(files) if at in chosen], read)
+        self.train_set = Samples(fitted, read)
+        self.val_set = self.test_set = Samples(chosen, read)
 
     def _images(self, notes: list[str]) -> tuple[list[Any], Callable[[Any], Tensor]]:
         images = find_images(self.root, notes)

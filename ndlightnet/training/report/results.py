@@ -6,9 +6,10 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,12 @@ def write_metrics(folder: Path, test: dict[str, Any] | None = None, fit: dict[st
     trained = saved.pop("fit", None)
     trained = trained if fit is None else fit
     write_json(path, {**(saved if test is None else test), **({"fit": trained} if trained else {})})
+
+
+def mean_scores(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each measure over rows that have all of them."""
+    rows = [*rows]
+    return {name: mean(row[name] for row in rows) for name in rows[0]}
 
 
 def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -48,7 +48,7 @@ class SegmentationTask(Task):
         others: as in Task.
     """
 
-    saved = (*Task.saved, "cost", "ema_dice")
+    saved = (*Task.saved, "ema_dice")
     measures = "epoch"
     only_float32 = True
     monitor = "ema_dice"

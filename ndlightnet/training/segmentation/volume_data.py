@@ -231,9 +231,8 @@ class PhantomVolumes(VolumeData):
         super().__init__(root, patch, **kwargs)
         self.cases = cases
 
-    def prepare_data(self) -> None:
-        if self.trainer is None or not self.trainer.predicting:
-            self.make(self.root, *self.cases)
+    def make_data(self) -> None:
+        self.make(self.root, *self.cases)
 
 
 class MovingPhantoms(PhantomVolumes):

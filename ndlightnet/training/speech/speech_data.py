@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ndlightnet.data.errors import DataError, readable
 from ndlightnet.data.folders import list_files
@@ -17,7 +16,8 @@ from ndlightnet.data.made.babble import make_babble
 from ndlightnet.data.signal.sound import SOUNDS, MelScale, read_audio
 from ndlightnet.data.text.tokenizer import ByteTokenizer
 from ndlightnet.data.threads import in_threads
-from ndlightnet.training.core.data_module import DataModule, held_out
+from ndlightnet.layout.pack import pad_rows
+from ndlightnet.training.core.data_module import DataModule, hold_out
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log_rank_zero
 
@@ -45,12 +45,7 @@ class Line(NamedTuple):
 def collate_spoken(items: Sequence[tuple[Tensor, Tensor, int]]) -> Spoken:
     """Return the batch of samples (letters (length,), spectrum (frames, bands), number)."""
     texts, spectra, numbers = zip(*items, strict=True)
-    padded = []
-    for sequences in (texts, spectra):
-        lengths = torch.tensor([len(sequence) for sequence in sequences])
-        padded += [pad_sequence([*sequences], batch_first=True), torch.arange(int(lengths.max())) < lengths[:, None]]
-    text, mask, spectrum, frame_mask = padded
-    return Spoken(text, mask, spectrum, frame_mask, torch.tensor(numbers))
+    return Spoken(*pad_rows(texts), *pad_rows(spectra), torch.tensor(numbers))
 
 
 def letters_of(text: str) -> Tensor:
@@ -97,7 +92,6 @@ class SpeechData(DataModule):
         self.scale, self.test, self.validation = MelScale(rate, window, step, bands), test, validation
         self.mean, self.deviation = torch.empty(0), torch.empty(0)
         self.lines: list[Line] = []
-        self.unreadable: list[str] = []
 
     def names(self) -> dict[str, list[Any]]:
         """The scale of the spectra, the number of recordings of the test and what spectra are normalised by, after a
@@ -120,20 +114,18 @@ class SpeechData(DataModule):
         super().setup(stage)
         if stage in ("test", "predict"):
             return  # what spectra are normalised by is that of the training before, or comes with the checkpoint
-        spectra = self._spectra(False)
-        held = held_out(self.validation, len(spectra))
-        fitted = [spectrum.double() for number, spectrum in spectra.items() if number not in held]
+        learnt, kept = hold_out(self.validation, self._spectra(False))
+        fitted = [spectrum.double() for _, spectrum in learnt]
         if not fitted:
             raise DataError(f"{self.root}: validation={self.validation} leaves no recording to train on")
         count = sum(map(len, fitted))
         mean = torch.stack([spectrum.sum(0) for spectrum in fitted]).sum(0) / count
         squares = torch.stack([(spectrum - mean).square().sum(0) for spectrum in fitted]).sum(0) / count
         self.mean, self.deviation = mean.float(), squares.sqrt().clamp(min=1e-3).float()
-        self.train_set = self._samples({n: x for n, x in spectra.items() if n not in held})
-        self.val_set = self._samples({n: x for n, x in spectra.items() if n in held})
+        self.train_set, self.val_set = self._samples(learnt), self._samples(kept)
 
-    def _spectra(self, tests: bool) -> dict[int, Tensor]:
-        """Read the recordings of the test, or the others, and return their spectra by their numbers."""
+    def _spectra(self, tests: bool) -> list[tuple[int, Tensor]]:
+        """Read the recordings of the test, or the others, and return their numbers and spectra."""
         self.lines = read_lines(self.root / TABLE)
         if len(self.lines) <= self.test:
             raise DataError(f"{self.root / TABLE}: {len(self.lines)} recordings, expected more than test={self.test}")
@@ -158,12 +150,12 @@ class SpeechData(DataModule):
                 raise DataError(f"{path}: {frames} frames, expected {least}")
             return self.scale.spectrum(signal)
 
-        return dict(zip(numbers, in_threads(spectrum, numbers, "recordings"), strict=True))
+        return list(zip(numbers, in_threads(spectrum, numbers, "recordings"), strict=True))
 
-    def _samples(self, spectra: dict[int, Tensor]) -> list[tuple[Tensor, Tensor, int]]:
+    def _samples(self, spectra: list[tuple[int, Tensor]]) -> list[tuple[Tensor, Tensor, int]]:
         return [
             (letters_of(self.lines[number].text), spectrum.sub_(self.mean).div_(self.deviation), number)
-            for number, spectrum in spectra.items()
+            for number, spectrum in spectra
         ]
 
     def test_dataloader(self) -> Any:
@@ -173,22 +165,21 @@ class SpeechData(DataModule):
 
     def predict_dataloader(self) -> Any:
         path = Path(self.check_input("a text or a folder of texts to speak", len(self.mean) > 0))
-        self.lines, self.unreadable = [], []
-        for file in map(Path, list_files(path)):
-            try:
-                with readable(file):
-                    texts = [text for text in file.read_text("utf-8-sig").splitlines() if text.strip()]
-                if not texts:
-                    raise DataError(f"{file}: is blank, expected a text")
-            except DataError as error:
-                self.unreadable.append(str(error))
-                continue
+        self.lines = []
+        for file, texts in self.read_each(list_files(path), read_texts):
             name = file.relative_to(path).as_posix() if path.is_dir() else file.name
             self.lines += [Line(f"{name}_{number}", text) for number, text in enumerate(texts, 1)]
-        if not self.lines:
-            raise DataError("; ".join(self.unreadable))
         empty = torch.zeros(1, self.scale.bands)
         return self.still_loader([(letters_of(line.text), empty, n) for n, line in enumerate(self.lines)])
+
+
+def read_texts(path: Path) -> list[str]:
+    """Return the lines of a text that are not blank. DataError if there is none."""
+    with readable(path):
+        texts = [text for text in path.read_text("utf-8-sig").splitlines() if text.strip()]
+    if not texts:
+        raise DataError(f"{path}: is blank, expected a text")
+    return texts
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -222,6 +213,5 @@ class MadeBabble(SpeechData):
         check("data.clips", clips, clips > self.test, f"more than test={self.test}")
         self.clips = clips
 
-    def prepare_data(self) -> None:
-        if self.trainer is None or not self.trainer.predicting:
-            make_babble(self.root, self.clips)
+    def make_data(self) -> None:
+        make_babble(self.root, self.clips)

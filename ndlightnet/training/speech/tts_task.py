@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,11 @@ from torch import Tensor
 from ndlightnet.data.errors import DataError, file_name, printable
 from ndlightnet.data.signal.sound import FLOOR, write_audio
 from ndlightnet.data.text.tokenizer import ByteTokenizer
-from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.options import check
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.report.figures import panels_of, save_figure
 from ndlightnet.training.report.page import number, write_html
-from ndlightnet.training.report.results import write_csv, write_metrics
+from ndlightnet.training.report.results import mean_scores, write_csv, write_metrics
 from ndlightnet.training.speech.speech_data import Spoken
 
 SHOWN = 6  # recordings on the page and with an alignment, the first of the test
@@ -105,9 +103,6 @@ class TTSTask(Task):
     """
 
     net: Any
-    saved = (*Task.saved, "cost")
-    measures = "step"
-    monitor = "val_score"
 
     def setup(self, stage: str) -> None:
         self.expect(bands=self.data().scale.bands)
@@ -125,18 +120,18 @@ class TTSTask(Task):
             )
         super().on_load_checkpoint(checkpoint)
 
-    def _losses(self, batch: Spoken, predicted: Any) -> dict[str, Tensor]:
+    def _losses(self, network: Any, batch: Spoken) -> dict[str, Tensor]:
+        predicted = network(batch.text, batch.spectra, batch.mask, batch.frame_mask)
         losses: dict[str, Tensor] = self.net.losses(predicted, batch.spectra, batch.mask, batch.frame_mask)
         return losses
 
     def training_step(self, batch: Spoken, _: int) -> Tensor:
-        losses = self._losses(batch, self(batch.text, batch.spectra, batch.mask, batch.frame_mask))
-        loss = torch.stack([*losses.values()]).sum()
+        loss = torch.stack([*self._losses(self, batch).values()]).sum()
         self.log("loss", loss, prog_bar=True, batch_size=len(batch.text))
         return loss
 
     def validation_step(self, batch: Spoken, _: int) -> None:
-        losses = self._losses(batch, self.net(batch.text, batch.spectra, batch.mask, batch.frame_mask))
+        losses = self._losses(self.net, batch)
         options: dict[str, Any] = {"batch_size": int(batch.frame_mask.sum()), "sync_dist": True}
         for name, loss in losses.items():
             self.log(f"val_{name}", loss, **options)
@@ -156,9 +151,9 @@ class TTSTask(Task):
         return spectrum.float().cpu() * data.deviation + data.mean
 
     def on_test_epoch_start(self) -> None:
-        self.tested: dict[int, dict[str, float]] = {}
-        self.shares: dict[int, Tensor] = {}  # alignments (frames or steps, length) of those shown
-        self.spoken: dict[int, tuple[Tensor, Tensor]] = {}  # of those shown spectra, synthesised and recorded
+        self.tested: dict[int, dict[str, dict[str, float]]] = {}  # of each recording, measures of two answers
+        # of those shown: spectra, recorded and synthesised, and the alignment (frames or steps, length)
+        self.examples: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def test_step(self, batch: Spoken, _: int) -> None:
         predicted = self.net(batch.text, batch.spectra, batch.mask, batch.frame_mask)
@@ -167,16 +162,13 @@ class TTSTask(Task):
             inside = batch.frame_mask[row]
             error = (predicted.spectra[row] - batch.spectra[row])[inside].abs().float().mean()
             recorded = self._denormalised(batch.spectra[row][inside])
-            constant = distortions(self.data().mean[None], recorded)
+            lengths = {"length": len(answers[row]) / len(recorded), "spectrum_error": float(error)}
             self.tested[index] = {
-                **distortions(answers[row], recorded),
-                "length": len(answers[row]) / len(recorded),
-                "spectrum_error": float(error),
-                **{f"mean_frame_{name}": value for name, value in constant.items()},
+                "net": {**distortions(answers[row], recorded), **lengths},
+                "mean_frame": distortions(self.data().mean[None], recorded),
             }
             if index - first < SHOWN:
-                self.spoken[index] = answers[row], recorded
-                self.shares[index] = self._alignment(batch, row)
+                self.examples[index] = recorded, answers[row], self._alignment(batch, row)
 
     def _alignment(self, batch: Spoken, row: int) -> Tensor:
         one = Spoken(*(x[row : row + 1] for x in batch))
@@ -186,49 +178,40 @@ class TTSTask(Task):
         return shares[0].detach().float().cpu()
 
     def on_test_epoch_end(self) -> None:
-        tested, shares, spoken = self.gathered(self.tested), self.gathered(self.shares), self.gathered(self.spoken)
+        tested, examples = self.gathered(self.tested), self.gathered(self.examples)
         if not self.trainer.is_global_zero:
             return
         data, out = self.data(), self.out()
-        means = {name: mean(one[name] for one in tested.values()) for name in next(iter(tested.values()))}
-        alignments = [alignment_scores(one) for one in shares.values() if self.net.learns_alignment]
-        metrics = {
-            **{name: value for name, value in means.items() if not name.startswith("mean_frame")},
-            "mean_frame": {name: means[f"mean_frame_{name}"] for name in ("mcd", "msd")},
-            **{name: mean(one[name] for one in alignments) for name in next(iter(alignments), {})},
-            "recordings": len(tested),
-            **training_costs(self.net, self.cost),
-        }
-        write_metrics(out, metrics)
-        head = ("name", "text", "mcd", "msd", "length", "spectrum_error")
-        write_csv(
-            out / "test.csv",
-            head,
-            [(*data.lines[n], *(f"{one[name]:.6f}" for name in head[2:])) for n, one in tested.items()],
-        )
+        ours, constant = (mean_scores(one[who] for one in tested.values()) for who in ("net", "mean_frame"))
+        alignment = {}
+        if self.net.learns_alignment:
+            alignment = mean_scores(alignment_scores(shares) for *_, shares in examples.values())
+        write_metrics(out, {**ours, "mean_frame": constant, **alignment, "recordings": len(tested), **self.costs()})
+        rows = [(*data.lines[n], *(f"{x:.6f}" for x in one["net"].values())) for n, one in tested.items()]
+        write_csv(out / "test.csv", ("name", "text", *ours), rows)
         samples = []
-        for index, (answer, recorded) in spoken.items():
+        for index, (recorded, answer, shares) in examples.items():
             line, file = data.lines[index], file_name(data.lines[index].name)
             for path, spectrum in ((f"test/{file}.wav", answer), (f"test/recorded/{file}.wav", recorded)):
                 write_audio(out / path, data.scale.signal(spectrum), data.scale.rate)
             panels = [
                 ("recorded: mel bands over frames", recorded),
                 ("synthesised", answer),
-                ("alignment of the recording: letters over frames or steps", shares[index]),
+                ("alignment of the recording: letters over frames or steps", shares),
             ]
             save_spectra(out / f"test/{file}.png", panels)
-            score = number(tested[index]["mcd"], 2)
+            score = number(tested[index]["net"]["mcd"], 2)
             samples.append({"text": line.text, "name": line.name, "score": score, "file": file})
         table = [
             (who, number(values["mcd"], 2), number(values["msd"]))
-            for who, values in (("synthesised", means), ("the mean frame", metrics["mean_frame"]))
+            for who, values in (("synthesised", ours), ("the mean frame", constant))
         ]
         summary = (
-            f"mel cepstral distortion {means['mcd']:.2f} dB over {len(tested)} recordings (the mean frame "
-            f"{means['mean_frame_mcd']:.2f}), of {means['length']:.2f} times their length"
+            f"mel cepstral distortion {ours['mcd']:.2f} dB over {len(tested)} recordings (the mean frame "
+            f"{constant['mcd']:.2f}), of {ours['length']:.2f} times their length"
         )
-        if self.net.learns_alignment:
-            summary += f"; alignment: focus {metrics['focus']:.2f}, order {metrics['order']:.2f}"
+        if alignment:
+            summary += f"; alignment: focus {alignment['focus']:.2f}, order {alignment['order']:.2f}"
         title = f"Test: {printable(data.root)}"
         write_html(out / "index.html", PAGE, title=title, summary=summary, failures=[], scores=table, samples=samples)
         self.summary = f"{summary}; see {out / 'index.html'}"
@@ -246,6 +229,5 @@ class TTSTask(Task):
             self.written[index] = line.name
 
     def on_predict_epoch_end(self) -> None:
-        self.failures += self.data().unreadable
         self.gather_lines()
         self.summary = f"{len(self.gathered(self.written))} texts are spoken in {self.out() / 'predictions'}"

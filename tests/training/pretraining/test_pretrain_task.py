@@ -150,7 +150,7 @@ def test_what_is_explained_is_the_mean_over_samples(monkeypatch):
     for name in ("on_validation_epoch_start", "on_validation_epoch_end"):
         monkeypatch.setattr(task, name, lambda: None)
     module = "ndlightnet.training.pretraining.pretrain_task"
-    monkeypatch.setattr(f"{module}.training_costs", lambda *_: {})
+    monkeypatch.setattr(task, "costs", dict)
     monkeypatch.setattr(f"{module}.write_metrics", lambda _, metrics: written.append(metrics))
     task.on_test_epoch_start()
     for size in (4, 1, 0):
