@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from ndlightnet.training.core.optim import adamw
 from ndlightnet.training.generation.latents import Pixels
 from ndlightnet.training.language.masked_data import HiddenTokens
 from ndlightnet.training.language.text_cls_task import TextClsTask
+from ndlightnet.training.language.tokenized import TokenizedData
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -74,14 +76,17 @@ def test_a_command_takes_the_data_of_a_config(config):
 @pytest.fixture
 def build(tmp_path, monkeypatch):
     """build(config, *overrides): the command line with its model, of two blocks at most unless the overrides have
-    others, data and trainer, not run. Language models have three, 64 wide: their mixer has windows in every third
-    layer."""
+    others, data and trainer, not run. Networks of words are 64 wide; language models have three blocks: their mixer
+    has windows in every third layer."""
 
     def command_line(config: Path, *overrides: str) -> training.TaskCLI:
         read = yaml.safe_load(config.read_text())
-        data, net = class_of(read["data"]["class_path"]), read["model"]["net"].get("init_args", {})
-        most = {"depth": 3, "embed_dim": 64} if issubclass(data, training.TextData) else {"depth": 2}
-        shrunk = {name: n for name, n in most.items() if isinstance(net.get(name), int) and net[name] > n}
+        data, net = class_of(read["data"]["class_path"]), read["model"]["net"]
+        sizes = signature(class_of(net["class_path"])).parameters
+        sizes = {name: x.default for name, x in sizes.items()} | net.get("init_args", {})
+        most = {"depth": 3 if issubclass(data, training.TextData) else 2, "decoder_depth": 2}
+        most |= {"embed_dim": 64} if issubclass(data, TokenizedData) else {}
+        shrunk = {name: n for name, n in most.items() if isinstance(sizes.get(name), int) and sizes[name] > n}
         shallow = [f"--model.net.init_args.{name}={n}" for name, n in shrunk.items()]
         pair = next(pair for pair in PAIRS if issubclass(data, pair[1]))
         task = ANY.get(config.stem.rsplit("_")[-1])
@@ -172,7 +177,9 @@ def test_a_config(build, config):
     """It builds what it names, takes a step, ends with a validation, writes into its own folder, and agrees with its
     data."""
     cli, read = build(config), yaml.safe_load(config.read_text())
-    assert type(cli.model.net).__name__ == read["model"]["net"]["class_path"].rsplit(".")[-1]
+    net = read["model"]["net"]
+    class_of(net["class_path"])(**net.get("init_args", {}), device="meta")  # in its own size
+    assert type(cli.model.net).__name__ == net["class_path"].rsplit(".")[-1]
     assert type(cli.datamodule).__name__ == read["data"]["class_path"].rsplit(".")[-1]
     assert cli.model.lr == read["model"].get("lr", 1e-3)
     # otherwise the epochs of the lowest rates are never candidates for best.ckpt
