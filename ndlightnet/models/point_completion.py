@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ndlightnet.layout import Packed, PointRows
 from ndlightnet.layout.abstract import check_integers
@@ -88,10 +89,10 @@ class PointCompletion(Pretrained):
         with exact(pooled):  # 16 bits have no three digits of a coordinate
             coarse = self.coarse(pooled.to(self.norm.weight.dtype)).unflatten(-1, (self.queries, AXES))
             x = self.embed_point(coarse) + self.embed_cloud(pooled.to(coarse.dtype))[:, None]
-        lengths = clouds.layout.lengths
-        context, padding = pad_rows(features.unpack())
-        mask = None if min(lengths) == max(lengths) else padding  # attention is faster without
-        source = PointRows.at(pad_rows(clouds.layout.token_coordinates(pooled.device).split(lengths))[0])
+        lengths, tokens = clouds.layout.lengths, features.unpack()
+        context, mask = (torch.stack(tokens), None) if min(lengths) == max(lengths) else pad_rows(tokens)
+        places = clouds.layout.token_coordinates(pooled.device).split(lengths)
+        source = PointRows.at(pad_sequence([*places], batch_first=True))
         layout = PointRows.at(coarse * STEPS)
         for block in self.blocks:
             x = block(x, context, mask, layout, source)

@@ -205,10 +205,10 @@ Factories = tuple[Factory, ...] | Named | Sequence[Named]
 
 
 def build_mixer(factory: Named, dim: int, *, dims: int | None, layer: int, causal: bool | None = None) -> nn.Module:
-    """Return factory(dim), called with the keyword arguments `dims` (number of axes), `layer` (index of the layer),
-    `causal` (whether its causal form is called) and, without `dims`, of which the cross form has none, `context_dim` as
-    well, each if the factory's signature names it and it is not None. A `functools.partial` may set them itself, to
-    anything but None."""
+    """Return factory(dim), called with the keyword arguments `dims` (number of axes; None: of the cross form),
+    `layer` (index of the layer), `causal` (whether its causal form is called) and, for the cross form, `context_dim`
+    (channels of the source, `dim`) as well, each if the factory's signature names it and it is not None. A
+    `functools.partial` may set them itself, to anything but None."""
     factory = _factory("mixer", factory)
     settings = getattr(factory, "keywords", {})  # of a partial; jsonargparse gives it all defaults
     named = {*inspect.signature(factory).parameters, *settings}

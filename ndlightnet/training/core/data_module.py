@@ -24,8 +24,9 @@ class DataModule(L.LightningDataModule):
     """Base class of all data.
 
     A subclass sets `train_set`, `val_set` and `test_set` in `setup`, datasets whose samples end with their numbers, or
-    overrides the loaders. One that needs no file under `root`, or gets it in `setup`, says `source = None`. Random
-    draws follow from the seed and the number of a visit, with any number of workers.
+    overrides the loaders. One that makes its data does so in `make_data`; one that needs no file under `root`, or gets
+    it in `setup`, says `source = None`. Random draws follow from the seed and the number of a visit, with any number of
+    workers.
 
     Args:
         root: the folder or file; a relative one may lie in the folder that NDLIGHTNET_DATA names.

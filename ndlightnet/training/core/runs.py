@@ -121,9 +121,9 @@ class LateTensorBoardLogger(_Late, TensorBoardLogger):
 
 class FitMetrics(L.Callback):
     """Writes the metrics of the last and the best validation, under "fit", to metrics.json, and
-    without validation those of the last step. monitor: the metric by which one is best."""
+    without validation those of the last step. monitor: the metric by which one is best, or None."""
 
-    def __init__(self, monitor: str) -> None:
+    def __init__(self, monitor: str | None) -> None:
         self.monitor = monitor
         self.metrics: dict[str, dict[str, float]] = {}
 
@@ -152,4 +152,4 @@ class FitMetrics(L.Callback):
             write_metrics(Path(trainer.default_root_dir), fit=self.metrics)
 
     def _score(self, metrics: dict[str, float]) -> float:
-        return float(np.nan_to_num(metrics.get(self.monitor, np.nan), nan=-np.inf))
+        return float(np.nan_to_num(metrics.get(self.monitor or "", np.nan), nan=-np.inf))

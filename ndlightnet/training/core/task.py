@@ -74,8 +74,8 @@ class Task(L.LightningModule):
     saved: tuple[str, ...] = ("names", "pytorch-lightning_version", "cost")
     # what CostMonitor times in training beside the throughput
     measures: Literal["step", "epoch"] | None = "step"
-    # the metric, logged in validation, of which the best checkpoint has the highest value
-    monitor: ClassVar[str] = "val_score"
+    # the metric, which validation has to log, of which the best checkpoint has the highest value; None: the last one
+    monitor: ClassVar[str | None] = "val_score"
     # whether samples reach the network in ways that Lightning does not convert
     only_float32: ClassVar[bool] = False
     # whether training_step can do with slabs of the samples, see grid_devices

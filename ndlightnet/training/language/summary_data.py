@@ -49,8 +49,7 @@ def collate_pairs(items: Sequence[tuple[Tensor, Tensor, int]]) -> Pairs:
 
 class SummaryData(TokenizedData):
     """Texts with summaries: .jsonl files, plain, .gz or .xz, of objects with two fields, see `read_pairs`. Of several
-    references the first is learnt from. `rows` has the texts to test or predict, `unreadable` a line for each file that
-    could not be read.
+    references the first is learnt from. `rows` has the texts to test or predict.
 
     Args:
         root: the folder of the files.

@@ -25,9 +25,11 @@ def nearest(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     exact = torch.promote_types(a.dtype, torch.float32)
     a, b = a.to(exact), b.to(exact)
     with torch.no_grad():  # of all pairs: only those of the nearest have gradients, in a few operations
+        # on a card torch.cdist has a block of threads for each pair
         squares = a.new_zeros(len(a), a.shape[1], b.shape[1])
-        for x, y in zip(a.unbind(-1), b.unbind(-1), strict=True):  # torch.cdist has a block of threads for each pair
-            difference = x[:, :, None] - y[:, None]
+        difference = torch.empty_like(squares)
+        for x, y in zip(a.unbind(-1), b.unbind(-1), strict=True):
+            torch.sub(x[:, :, None], y[:, None], out=difference)
             squares.addcmul_(difference, difference)
         pairs = squares.argmin(2), squares.argmin(1)
     of_a, of_b = (y.gather(1, index[..., None].expand(-1, -1, 3)) for y, index in zip((b, a), pairs, strict=True))
