@@ -62,8 +62,8 @@ def remember_types() -> None:
     def unwrap_if_constexpr(x: Any) -> Any:
         return x if type(x) is int else unwrap(x)
 
-    def equal_types(self: Any, other: Any) -> Any:
-        return self is other or equal(self, other)
+    def equal_types(self: Any, dtype: Any) -> Any:
+        return self is dtype or equal(self, dtype)
 
     def init_block_once(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *map(unwrap_if_constexpr, shape))

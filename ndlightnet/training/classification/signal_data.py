@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.signal.recordings import SignalDataset, read_recordings
-from ndlightnet.training.core.data_module import LabelledData, hold_out
+from ndlightnet.training.core.data_module import LabelledData, train_and_held_out
 
 
 class SignalData(LabelledData):
@@ -47,7 +47,7 @@ class SignalData(LabelledData):
         recordings = read_recordings(self.root)
         self.classes = tuple(str(digit) for digit in range(max(recordings.digits) + 1))
         train, test = recordings.split()
-        fitted, chosen = hold_out(self.validation, train)  # spread over digits and takes
+        fitted, chosen = train_and_held_out(self.validation, train)  # spread over digits and takes
         if not fitted or not test:
             counts = f"{len(fitted)} recordings to train, {len(test)} to test"
             raise DataError(f"{self.root}: {counts}: expected some of both")

@@ -163,7 +163,7 @@ def held_out(fraction: float, count: int) -> set[int]:
     return {round(i * count / out) for i in range(out)}
 
 
-def hold_out(fraction: float, samples: Sequence[T]) -> tuple[list[T], list[T]]:
+def train_and_held_out(fraction: float, samples: Sequence[T]) -> tuple[list[T], list[T]]:
     """Return the samples to train with, and those of `held_out`."""
     held = held_out(fraction, len(samples))
     return [x for n, x in enumerate(samples) if n not in held], [x for n, x in enumerate(samples) if n in held]

@@ -17,7 +17,7 @@ from ndlightnet.data.text.tables import TextPair, read_pairs
 from ndlightnet.data.text.text_files import ending, read_pieces
 from ndlightnet.data.text.tokenizer import BYTES, FILE, load_tokenizer
 from ndlightnet.layout.pack import pad_rows
-from ndlightnet.training.core.data_module import hold_out
+from ndlightnet.training.core.data_module import train_and_held_out
 from ndlightnet.training.core.options import check
 from ndlightnet.training.language.tokenized import TokenizedData
 from ndlightnet.training.report.results import log_rank_zero
@@ -98,7 +98,7 @@ class SummaryData(TokenizedData):
         if isinstance(self.val, str):
             self.train_set, self.val_set = samples, self._samples(self.root / self.val)
             return
-        self.train_set, self.val_set = hold_out(self.val, samples)
+        self.train_set, self.val_set = train_and_held_out(self.val, samples)
         if not self.train_set:
             raise DataError(f"{self.root / self.train}: val={self.val} leaves none of its rows to train on")
 

@@ -18,7 +18,7 @@ from ndlightnet.data.made.shapes import make_shapes
 from ndlightnet.data.points.clouds import ENDINGS, LEAST, half_space, placed, read_cloud, some_points, surface
 from ndlightnet.data.threads import in_threads
 from ndlightnet.layout import pack_points
-from ndlightnet.training.core.data_module import LabelledData, hold_out
+from ndlightnet.training.core.data_module import LabelledData, train_and_held_out
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log_rank_zero
 
@@ -106,7 +106,9 @@ class PointData(LabelledData):
             self.test_set = Clouds(clouds("test"), self.points, self.keep)
             return
         everything = clouds("train")
-        learnt, kept = (everything, clouds("val")) if "val" in splits else hold_out(self.validation, everything)
+        learnt, kept = (
+            (everything, clouds("val")) if "val" in splits else train_and_held_out(self.validation, everything)
+        )
         if not learnt:
             raise DataError(f"{self.root}: validation={self.validation} leaves no cloud to train on")
         self.train_set = Clouds(learnt, self.points, self.keep, train=True)

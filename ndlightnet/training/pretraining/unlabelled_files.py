@@ -18,7 +18,7 @@ from ndlightnet.data.video.video_files import find_videos
 from ndlightnet.data.video.video_transforms import Framing, denormalized, normalized, train_clip, training
 from ndlightnet.data.volume.class_folders import read_volume
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.training.core.data_module import LabelledData, hold_out
+from ndlightnet.training.core.data_module import LabelledData, train_and_held_out
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log_rank_zero
 
@@ -88,7 +88,7 @@ class UnlabelledFiles(LabelledData):
         notes: list[str] = []
         files, read = getattr(self, f"_{self.kind}")(notes)
         log_rank_zero(notes)
-        fitted, chosen = hold_out(self.validation, files)
+        fitted, chosen = train_and_held_out(self.validation, files)
         if not fitted:
             raise DataError(f"{self.root}: {len(files)} files, expected some to train with")
         self.train_set = Samples(fitted, read)

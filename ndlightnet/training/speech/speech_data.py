@@ -17,7 +17,7 @@ from ndlightnet.data.signal.sound import SOUNDS, MelScale, read_audio
 from ndlightnet.data.text.tokenizer import ByteTokenizer
 from ndlightnet.data.threads import in_threads
 from ndlightnet.layout.pack import pad_rows
-from ndlightnet.training.core.data_module import DataModule, hold_out
+from ndlightnet.training.core.data_module import DataModule, train_and_held_out
 from ndlightnet.training.core.options import check
 from ndlightnet.training.report.results import log_rank_zero
 
@@ -114,7 +114,7 @@ class SpeechData(DataModule):
         super().setup(stage)
         if stage in ("test", "predict"):
             return  # what spectra are normalised by is that of the training before, or comes with the checkpoint
-        learnt, kept = hold_out(self.validation, self._spectra(False))
+        learnt, kept = train_and_held_out(self.validation, self._spectra(False))
         fitted = [spectrum.double() for _, spectrum in learnt]
         if not fitted:
             raise DataError(f"{self.root}: validation={self.validation} leaves no recording to train on")
