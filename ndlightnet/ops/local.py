@@ -46,13 +46,13 @@ class _Neighbourhood(NamedTuple):
     causal: bool
 
 
-def _tiling(n: int, window: int, past: int, causal: bool, ndim: int, single: bool) -> _Tiling:
-    """Return the tiling of the keys along an axis of n queries, with `past` keys before them. single: a tile has
-    one query."""
+def _tiling(n: int, window: int, past: int, causal: bool, ndim: int) -> _Tiling:
+    """Return the tiling of the keys along an axis of n queries, with `past` keys before them."""
     halo = window - 1
-    step = 1 if single else max(halo, round(TILE ** (1 / ndim)))
+    any_length = exporting() and not isinstance(n, int)  # one graph: each token is a tile
+    step = 1 if any_length else max(halo, round(TILE ** (1 / ndim)))
     tiles, size = -(-n // step), step + halo * (1 if causal else 2)
-    if not single and tiles * step * size >= n * (n + past):  # a single tile has fewer pairs
+    if not any_length and tiles * step * size >= n * (n + past):  # a single tile has fewer pairs
         return _Tiling(1, n, n + past, past)
     return _Tiling(tiles, step, size, halo)
 
@@ -113,7 +113,7 @@ def _attend(
     mask: Tensor | None,
     around: _Neighbourhood,
     scale: float,
-    memory: Sequence[Tensor] | None,
+    beside: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Attend in all tiles at once."""
     tilings = around.tilings
@@ -124,21 +124,25 @@ def _attend(
         present = mask[..., None, None].to(k.dtype)
         v = v.masked_fill(~mask[..., None, None], 0)
     query, key, value = _tiles(q, query_tilings), _tiles(k, tilings, past), _tiles(v, tilings, past)
-    real, band = _tiles(present, tilings, past), _band(q, around)
-    if memory is not None:  # rows that all queries of a tile read
-        tiles = (tilings[0].tiles, key.shape[1] // tilings[0].tiles)
-        rows = [m[:, :, None].expand(-1, *tiles, -1, -1, -1).flatten(1, 2) for m in memory]
-        tokens = (key, value, real.expand(*key.shape[:-1], 1))
-        key, value, real = (torch.cat(pair, 3) for pair in zip(tokens, rows, strict=True))
-        band = pad(band, (0, memory[0].shape[3]))
+    real, band = _tiles(present, tilings, past).contiguous(), _band(q, around)
     # Padding is marked by one more channel: 1 in all queries, a large negative number in absent
     # keys, since a mask would be as large as all scores. Absent values are 0, so a token that can
     # read nothing gets 0. Up to 7 channels of zeros: kernels need a multiple of 8 channels.
-    absent = (real - 1) * (torch.finfo(k.dtype).max / 4)
-    zeros = 7 - dim % 8
-    key = torch.cat([pad(key, (0, zeros)), absent.expand(*key.shape[:-1], 1)], -1)
-    one = query.new_ones(()).expand(*query.shape[:-1], 1)
-    query = torch.cat([pad(query * scale, (0, zeros)), one], -1)
+    least = torch.finfo(k.dtype).max / 4
+    marks = ((real - 1) * least).expand(*key.shape[:-1], 1)
+    if beside is not None:  # a further key of each query, by its mark alone: the score and what its rounding left
+        score, extra = (_tiles(x, query_tilings) for x in (beside[0][..., None].clamp(min=-least), beside[1]))
+        rounded = score.to(k.dtype)
+        pair = torch.cat([rounded, (score - rounded.to(score.dtype)).to(k.dtype)], -1)
+        marks = torch.cat([pad(marks, (0, 1)), pair], 3)
+        key, value = torch.cat([key, torch.zeros_like(query)], 3), torch.cat([value, extra.to(v.dtype)], 3)
+        own = torch.ones(query.shape[3], query.shape[3], dtype=torch.bool, device=q.device)
+        own = band.new_zeros(own.shape).masked_fill(own.triu(1) | own.tril(-1), -torch.inf)
+        band = torch.cat([band, own.expand(len(band), -1, -1)], -1)
+    zeros = -(dim + marks.shape[-1]) % 8
+    key = torch.cat([pad(key, (0, zeros)), marks], -1)
+    ones = query.new_ones(()).expand(*query.shape[:-1], marks.shape[-1])
+    query = torch.cat([pad(query * scale, (0, zeros)), ones], -1)
     y = softmax_attention(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), attn_mask=band[None], scale=1.0)
     return _untile(y.unflatten(0, query.shape[:2]), query_tilings, shape)
 
@@ -237,7 +241,7 @@ def local_attention(
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
-    memory: Sequence[Tensor] | None = None,
+    beside: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return softmax(scale * q . k + bias) v over each neighbourhood (LAVO, section 3.2 and 3.3).
 
@@ -246,8 +250,8 @@ def local_attention(
     one per axis. bias: a table (heads, 2 * size - 1), size >= window, per axis, whose entry
     size - 1 + j_a - i_a is added to a score; empty: no bias. mask: bool (batch, *grid of k), False
     = padding, which is not read. A token that can read nothing gets 0. scale: default dim ** -0.5.
-    memory: keys and values (batch, frames or 1, heads, rows, dim) that the queries of each frame, or all queries, read
-    in the same softmax, and 1 for a row to read, else 0 (batch, frames or 1, heads, rows, 1).
+    beside: of a further key of each query, which it alone reads in the same softmax, the score (batch, *grid, heads),
+    -inf for none, and the value (batch, *grid, heads, dim).
 
     Returns (batch, *grid, heads, dim) in the dtype of q. Time: order of length * (neighbourhood
     and halo) * dim. Raises ValueError where a shape or a window does not fit.
@@ -275,27 +279,22 @@ def local_attention(
         )
     if mask is not None and (mask.dtype != torch.bool or mask.shape != k.shape[:-2]):
         raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:-2])}")
-    if memory is not None:
-        sizes, rows = [tuple(m.shape) for m in memory], memory[0].shape[3:4]
-        forms = [[(q.shape[0], frames, heads, *rows, size) for size in (dim, dim, 1)] for frames in (1, shape[0])]
-        if sizes not in forms:
-            raise ValueError(
-                f"memory {sizes}: expected two of ({q.shape[0]}, 1 or {shape[0]}, {heads}, rows, {dim}), and (..., 1)"
-            )
+    if beside is not None and [x.shape for x in beside] != [q.shape[:-1], q.shape]:
+        sizes = [tuple(x.shape) for x in beside]
+        raise ValueError(f"beside {sizes}: expected {tuple(q.shape[:-1])} and {tuple(q.shape)}")
     if q.numel() == 0:
-        return empty_result(q, k, v, *tables, *(memory or ()))
+        return empty_result(q, k, v, *tables, *(beside or ()))
     scale = dim**-0.5 if scale is None else scale
-    if memory is None and flash_support(q, tables, mask):
+    if beside is None and flash_support(q, tables, mask):
         starts = [
             torch.arange(0, (len(x) + 1) * x.shape[1], x.shape[1], dtype=torch.int32, device=x.device) for x in (q, k)
         ]
         return _flash(q, k, v, starts, (q.shape[1], k.shape[1]), windows[0], causal, scale)
-    single = memory is not None and memory[0].shape[1] > 1
     tilings = [
-        _tiling(n, w, past if axis == 0 else 0, causal and axis == 0, ndim, single and axis == 0)
+        _tiling(n, w, past if axis == 0 else 0, causal and axis == 0, ndim)
         for axis, (n, w) in enumerate(zip(shape, windows, strict=True))
     ]
-    inputs = (q, k, v, mask, _Neighbourhood(tilings, windows, tables, causal), scale, memory)
+    inputs = (q, k, v, mask, _Neighbourhood(tilings, windows, tables, causal), scale, beside)
     copies = 1.0
     for tiling, n in zip(tilings, k.shape[1:-2], strict=True):
         copies *= tiling.tiles * tiling.size / n

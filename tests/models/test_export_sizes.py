@@ -117,8 +117,8 @@ def _onnx(program: ExportedProgram):
     )
 
 
-# tiles and chunks that depend on the length; functions that need more arguments
-BY_LENGTH = {"S4", "LAVO", "WindowAttention", "text_mixer", "WithLocal"}
+# chunks that depend on the length; functions that need more arguments
+BY_LENGTH = {"S4", "text_mixer", "WithLocal"}
 
 
 class _Layer(torch.nn.Module):
@@ -137,7 +137,7 @@ class _Layer(torch.nn.Module):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted({*mixers.__all__} - BY_LENGTH))
 def test_mixers_at_any_length(name):
-    """All but S4, LAVO and window attention, whose chunks and tiles depend on the length.
+    """All but S4, whose chunks depend on the length.
 
     Recurrent ones in their global form, of whose orders the causal form is one, others causally, if
     they can: their global form sums over all tokens.

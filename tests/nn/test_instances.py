@@ -137,12 +137,12 @@ def test_abc_without_a_source_gives_zeros():
     assert not m(x, context=torch.randn(2, 0, 16)).any()
 
 
-@pytest.mark.parametrize("grid", [(N,), (4, 3)])
+@pytest.mark.parametrize("grid", [(N,), (150,), (4, 3), (50, 3)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_abc_reads_means_with_weights_of_each_slot(close, close_grads, monkeypatch, grid, causal):
-    """Token by token, logits up to hundreds, in several segments."""
-    monkeypatch.setattr("ndlightnet.nn.mixers.bounded_memory.MOST", 300)
-    m = mixers.ABCAttention(16, 2, slots=3).double()
+@pytest.mark.parametrize("slots", [3, 40])  # frames of 3 tokens are larger than the state, smaller than it
+def test_abc_reads_means_with_weights_of_each_slot(close, close_grads, grid, causal, slots):
+    """Token by token, logits up to hundreds, in several chunks."""
+    m = mixers.ABCAttention(16, 2, slots=slots).double()
     m.control.weight.data *= 200
     x = torch.randn(2, *grid, 16, dtype=torch.float64, requires_grad=True)
     q, k, v, logits = (

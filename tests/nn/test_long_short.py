@@ -49,9 +49,8 @@ def token_by_token(m: LongShortAttention, x: Tensor, mask: Tensor, causal: bool)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("grid, window", [((7,), 3), ((5, 6), 2), ((4, 3, 2), (2, 1, 3)), ((2, 2, 2, 3), 2)], ids=str)
-def test_against_all_tokens(close, close_grads, monkeypatch, grid, window, masked, causal):
-    """Logits up to a hundred; in the causal form several segments of frames."""
-    monkeypatch.setattr("ndlightnet.nn.mixers.bounded_memory.MOST", 2 * 2 * SLOTS * 9 * HEADS)
+def test_against_all_tokens(close, close_grads, grid, window, masked, causal):
+    """Logits up to a hundred."""
     m = LongShortAttention(8, HEADS, window=window, slots=SLOTS).double()
     m.control.weight.data *= 100
     x = torch.randn(2, *grid, 8, dtype=torch.float64, requires_grad=True)

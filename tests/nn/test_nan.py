@@ -10,7 +10,7 @@ from .mixer_cases import CAUSAL
 
 TO_ITS_CHUNK = ["DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"]
 TO_ITS_PART = ["S4"]  # chunks of equal length: of 50 tokens of text, of 45 of video
-TO_ITS_TILE = ["WindowAttention", "LAVO"]
+TO_ITS_TILE = ["WindowAttention", "LAVO", "LongShortAttention"]
 TO_ALL = ["SoftmaxAttention"]
 ELSEWHERE = (100, 6)  # not at all
 

@@ -200,14 +200,31 @@ def test_errors():
         local_attention(x, x[:, 1:], x[:, 1:], 3, causal=True)
     with pytest.raises(ValueError, match=r"same grid"):
         local_attention(x, x, x[:, 1:], 3)
-    for shapes in ([(1, 2, 2, 3, 4), (1, 2, 2, 3, 4), (1, 2, 2, 3, 1)], [(1, 6, 2, 3, 4)] * 3, [(1, 1, 2, 3, 4)] * 2):
-        with pytest.raises(
-            ValueError, match=r"memory .*: expected two of \(1, 1 or 6, 2, rows, 4\), and \(\.\.\., 1\)$"
-        ):
-            local_attention(x, x, x, 3, memory=[torch.randn(shape) for shape in shapes])
+    for shapes in ([(1, 6, 2), (1, 6, 2, 3)], [(1, 6, 2, 4), (1, 6, 2)], [(1, 6, 2)]):
+        with pytest.raises(ValueError, match=r"beside .*: expected \(1, 6, 2\) and \(1, 6, 2, 4\)$"):
+            local_attention(x, x, x, 3, beside=[torch.randn(shape) for shape in shapes])
     for mask in (torch.ones(1, 5, dtype=torch.bool), torch.ones(1, 6)):
         with pytest.raises(ValueError, match=r"mask .*bool \(1, 6\)"):
             local_attention(x, x, x, 3, mask=mask)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-12), (torch.bfloat16, 2**-7)])
+def test_a_further_key_of_each_query(close, causal, dtype, tol):
+    """Its score is about 30, of which bfloat16 would lose a tenth; some queries have none. The scale is exact."""
+    q, k, v, extra = (torch.randn(2, 150, 2, 16).to(dtype) for _ in range(4))
+    score = 30 + torch.randn(2, 150, 2, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    k = k + 30 * q / q.square().sum(-1, keepdim=True) * 4  # neighbours' scores, a token's own above all
+    k = k.to(dtype)
+    score[:, ::7] = -torch.inf
+    near = torch.arange(150)[:, None] - torch.arange(150)
+    far = (near.abs() >= 5) | (causal & (near < 0))
+    pairs = torch.einsum("bqhd,bkhd->bqhk", q.double(), k.double()) / 4
+    pairs = pairs.masked_fill(far[:, None], -torch.inf)
+    weights = torch.cat([pairs, score.double()[..., None]], -1).softmax(-1)
+    expected = torch.einsum("bqhk,bkhd->bqhd", weights[..., :-1], v.double()) + weights[..., -1:] * extra.double()
+    y = local_attention(q, k, v, 5, causal=causal, beside=(score, extra))
+    close(y, expected.to(dtype), tol)
 
 
 def attend_end_to_end(q, k, v, of_queries, of_keys, most_q, most_k, *, scale, window_size):

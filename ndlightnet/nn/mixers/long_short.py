@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.initial import Device, Space
 from ndlightnet.nn.mixers.base import zero_padding
-from ndlightnet.nn.mixers.bounded_memory import ABCAttention, ABCState, in_segments, memories_after
+from ndlightnet.nn.mixers.bounded_memory import ABCAttention
 from ndlightnet.ops.empty import empty_result
+from ndlightnet.ops.lightnet.attention import summarize
+from ndlightnet.ops.lightnet.slots import read_slots, read_slots_so_far
+from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.local import append_frames, local_attention
 
 
@@ -22,7 +25,8 @@ class LongShortState(NamedTuple):
     keys: Tensor  # (batch, window - 1, *space, heads, head_dim) of the last frames
     values: Tensor
     frames: Tensor  # (batch,) int64: number of frames so far
-    top: Tensor  # these two: see ABCState
+    max: Tensor  # these three: see State
+    sum: Tensor
     memory: Tensor
 
 
@@ -77,34 +81,25 @@ class LongShortAttention(ABCAttention):
         return self._mix(x, grid, None, state, causal=True)
 
     def _mix(self, x: Tensor, grid: Grid, mask: Tensor | None, state: Any, causal: bool) -> tuple[Tensor, Any]:
-        (x,) = zero_padding(mask, x)
-        logits, rows = self._source(x, mask)
-        q, (k, v, _) = self._split(self.q_proj(x)), rows.split([self.head_dim, self.head_dim, 1], -1)
+        q, (logits, rows) = self._split(self.q_proj(*zero_padding(mask, x))), self._source(x, mask)
         if x.numel() == 0:
             return self.o_proj(empty_result(q, logits, rows, self.bias).flatten(2)), state
-        q, k, v = (grid.unflatten(y.to(q.dtype)) for y in (q, k, v))
+        slots = State(*state[3:])
+        if causal:
+            value, score, slots = read_slots_so_far(q, logits, rows, slots, grid.frame().length, mask)
+        else:
+            value, score = read_slots(q, summarize(logits, rows, mask=mask))
+        q, k, v, value, score = (grid.unflatten(y) for y in (q, *rows.chunk(2, -1), value, score))
         mask = None if mask is None else grid.unflatten(mask)
-        if not causal:
-            _, memory = memories_after(logits[:, None], rows[:, None], *state[3:])
-            return self.o_proj(grid.flatten(self._read(q, k, v, mask, memory, causal)).flatten(2)), state
-        past, (k, v, real, tail) = state.keys.shape[1], append_frames(state.keys, state.values, state.frames, k, v)
-        if mask is not None:
-            real = real & nn.functional.pad(mask, [0, 0] * (grid.ndim - 1) + [past, 0], value=True)
-
-        def read(now: slice, memories: Tensor) -> Tensor:
-            near = slice(now.start, now.stop and now.stop + past)
-            return self._read(q[:, now], k[:, near], v[:, near], real[:, near], memories, causal)
-
-        logits, rows = (y.unflatten(1, (grid.frame_count, -1)) for y in (logits, rows))
-        y, last = in_segments(read, logits, rows, ABCState(*state[3:]))
-        return self.o_proj(grid.flatten(y).flatten(2)), LongShortState(*tail, state.frames + grid.frame_count, *last)
-
-    def _read(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memories: Tensor, causal: bool) -> Tensor:
-        """Read the neighbourhood and memories (batch, frames or 1, heads, slots, 2 head_dim + 1)."""
-        sums, count = memories.split([2 * self.head_dim, 1], -1)
-        rows = (sums / count.masked_fill(count == 0, 1)).to(q.dtype).chunk(2, -1)
-        memory, windows = (*rows, (count > 0).to(q.dtype)), self.windows(q.ndim - 3)
-        return local_attention(q, k, v, windows, [self.bias] * len(windows), mask=mask, causal=causal, memory=memory)
+        if causal:
+            past, (k, v, real, tail) = state.keys.shape[1], append_frames(state.keys, state.values, state.frames, k, v)
+            if mask is not None:
+                real = real & nn.functional.pad(mask, [0, 0] * (grid.ndim - 1) + [past, 0], value=True)
+            mask, state = real, LongShortState(*tail, state.frames + grid.frame_count, *slots)
+        windows = self.windows(grid.ndim)
+        biases = [self.bias] * len(windows)
+        y = local_attention(q, k, v, windows, biases, mask=mask, causal=causal, beside=(score, value))
+        return self.o_proj(grid.flatten(y).flatten(2)), state
 
     def init_state(self, batch: int, device: Device = None, space: Space = ()) -> Any:
         shape = (batch, self.windows(1 + len(space))[0] - 1, *space, self.heads, self.head_dim)

@@ -90,7 +90,7 @@ def read(f: Tensor, state: State) -> Tensor:
 
 
 # ------------------------------------------------------------------------------ causal (Eq. 5)
-class _Causal:
+class Causal:
     """Values shared by forward and backward of the causal form over frames of `size` tokens, each of which reads all of
     its frame. It is gated linear attention: a frame scales the rows of the memory by exp(max_(t-1) - max_t), with max
     the cumulative maximum of keys, writes with exp(k_t - max_t), and reads with its features divided by the sum so far.
@@ -153,6 +153,17 @@ class _Causal:
             q, key, v = self.by_frame()
             out = out + self.flat((q @ key.mT).triu(1) @ v)
         return out
+
+    def scores(self, q: Tensor) -> Tensor:
+        """Return the products of q (batch, length, heads, value_dim) with the rows that each token reads: the gradient
+        of the query features by that of the output."""
+        c, dy = self.chunks, self.cut(q.to(self.f.dtype))
+        da, dq, _ = c.read_gradients(c.memories(), dy)
+        out = from_chunks(dq + da.diagonal(dim1=-2, dim2=-1)[..., None] * c.k, self.f)
+        if self.size > 1:
+            _, key, v = self.by_frame()
+            out = out + self.flat((self.frames(q.to(v.dtype)).transpose(2, 3) @ v.mT).triu(1) @ key)
+        return out * self.upcast(self.tokens(self.inverse))
 
     def gradients(self, dout: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of query features over the sum so far, of keys times factors, of values, and of the
@@ -219,7 +230,7 @@ def causal_form(
 ) -> tuple[Tensor, State | None]:
     """Return the output for query features f `(batch, length, heads, rows)`, and the State after
     the last frame of `size` tokens. rates: decay rates (heads, 1), float64, or None."""
-    c = _Causal(f, k, v, w, rates, state, size)
+    c = Causal(f, k, v, w, rates, state, size)
     if state is None:
         return c.outputs(None), None
     m = c.chunks.memories()
@@ -236,7 +247,7 @@ def causal_gradients(
     """Return the gradients of f, k, v, w (empty if None), and the first State's sum and memory, of
     the inputs of `causal_form`."""
     f, k, v, w, rates, state = inputs
-    c, dim = _Causal(f, k, v, w, rates, state, size), k.shape[-1]
+    c, dim = Causal(f, k, v, w, rates, state, size), k.shape[-1]
     acc, rest = c.f.dtype, c.last(rates)[1]
     if state is None:
         dsum, dmemory = torch.zeros_like(c.sum[:, 0]), c.sum.new_zeros(0, 0)

@@ -165,6 +165,12 @@ class Chunks:
         # a score of 0 times NaN would reach earlier tokens: NaN spreads from its token on only
         return y + (self.v - self.v).cumsum(-2)
 
+    def read_gradients(self, m: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of scores, of q, and of k within its chunk; without a token's score with itself."""
+        da = dy @ self.v.mT
+        dq, dk = self.d.scores_backward(da, self.q, self.k)
+        return da, dq + self.d.into(dy @ before(m, self.first, dy.dtype).mT), dk
+
     def gradients(self, m: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, of the memories after each chunk and before the first,
         and of each token's score with itself (..., chunk, 1), which q's and k's leave out."""
@@ -172,9 +178,7 @@ class Chunks:
         read, over = (d.into(q).mT @ dy).to(m.dtype), d.over()
         dm = adjoints(over, after(read), dlast)
         dfirst = (dm[:, 0] if over is None else over[:, 0] * dm[:, 0]) + read[:, 0]
-        da = dy @ v.mT
-        dq, dk = d.scores_backward(da, q, k)
-        dq = dq + d.into(dy @ before(m, self.first, dy.dtype).mT)
+        da, dq, dk = self.read_gradients(m, dy)
         dk = dk + d.out(v @ dm.mT.to(v.dtype))
         dv = d.scores(q, k).mT @ dy + d.out(k) @ dm.to(k.dtype)
         return dq, dk, dv, dm, dfirst, da.diagonal(dim1=-2, dim2=-1)[..., None]
