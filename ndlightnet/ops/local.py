@@ -124,6 +124,7 @@ def _attend(
         present = mask[..., None, None].to(k.dtype)
         v = v.masked_fill(~mask[..., None, None], 0)
     query, key, value = _tiles(q, query_tilings), _tiles(k, tilings, past), _tiles(v, tilings, past)
+    # contiguous: torch.export would compare the strides of overlapping tiles, and so fix the length
     real, band = _tiles(present, tilings, past).contiguous(), _band(q, around)
     # Padding is marked by one more channel: 1 in all queries, a large negative number in absent
     # keys, since a mask would be as large as all scores. Absent values are 0, so a token that can
@@ -136,9 +137,9 @@ def _attend(
         pair = torch.cat([rounded, (score - rounded.to(score.dtype)).to(k.dtype)], -1)
         marks = torch.cat([pad(marks, (0, 1)), pair], 3)
         key, value = torch.cat([key, torch.zeros_like(query)], 3), torch.cat([value, extra.to(v.dtype)], 3)
-        own = torch.ones(query.shape[3], query.shape[3], dtype=torch.bool, device=q.device)
-        own = band.new_zeros(own.shape).masked_fill(own.triu(1) | own.tril(-1), -torch.inf)
-        band = torch.cat([band, own.expand(len(band), -1, -1)], -1)
+        diagonal = torch.eye(query.shape[3], dtype=torch.bool, device=q.device)
+        itself = band.new_zeros(diagonal.shape).masked_fill(~diagonal, -torch.inf)
+        band = torch.cat([band, itself.expand(len(band), -1, -1)], -1)
     zeros = -(dim + marks.shape[-1]) % 8
     key = torch.cat([pad(key, (0, zeros)), marks], -1)
     ones = query.new_ones(()).expand(*query.shape[:-1], marks.shape[-1])

@@ -134,16 +134,23 @@ class _Layer(torch.nn.Module):
         return self.mixer(x, causal=self.causal)
 
 
+def _runs_causally(name: str) -> bool:
+    kind = getattr(mixers, name)
+    return kind.causal_form and not issubclass(kind, Recurrent)
+
+
+ONE_FORM = [(name, _runs_causally(name)) for name in sorted({*mixers.__all__} - BY_LENGTH)]
+WITH_WINDOWS = [(name, False) for name in ("LAVO", "LongShortAttention", "WindowAttention")]
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", sorted({*mixers.__all__} - BY_LENGTH))
-def test_mixers_at_any_length(name):
+@pytest.mark.parametrize("name, causal", ONE_FORM + WITH_WINDOWS)
+def test_mixers_at_any_length(name, causal):
     """All but S4, whose chunks depend on the length.
 
     Recurrent ones in their global form, of whose orders the causal form is one, others causally, if
-    they can: their global form sums over all tokens.
+    they can: their global form sums over all tokens; those with windows also in the global form.
     """
-    kind = getattr(mixers, name)
-    causal = kind.causal_form and not issubclass(kind, Recurrent)
     layer = _Layer(name, causal).eval()
     traced, *others = [(9,), (5,), (70,), (200,)] if causal else [(9, 11), (5, 8), (70, 64)]
     sizes = ({axis: Dim.DYNAMIC for axis in range(1 + len(traced))},)

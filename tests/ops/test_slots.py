@@ -7,7 +7,7 @@ from torch import Tensor
 from ndlightnet.ops.lightnet.slots import operator, read_slots_so_far
 from ndlightnet.ops.lightnet.state import State
 
-DIM, HEADS = 4, 2
+DIM, HEADS = 6, 2
 
 
 def token_by_token(q: Tensor, logits: Tensor, rows: Tensor, frame: int, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ def _empty(k: Tensor, v: Tensor, position: Position | None) -> State:
     return State.empty(batch, heads, dim, v.shape[-1], position is not None, dtype=accumulator(k), device=k.device)
 
 
-def _mask_inputs(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def mask_inputs(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Give padding no weight, so that its values (even NaN) cannot leak."""
     if mask is None:
         return k, v
@@ -136,7 +136,7 @@ def summarize(
         if chosen == "reference":
             state = reference.summarize(k, v, state, position, mask)
         else:
-            k, v = _mask_inputs(k, v, mask)
+            k, v = mask_inputs(k, v, mask)
             state = parallel.summarize(k, v, _factors(k, position))
         return offset_gradient(state, position, 1)
 
@@ -205,7 +205,7 @@ def global_attention(
     if chosen == "torch" and k.shape[1]:
         position = relative(position)
         with exact(k):
-            k, v = _mask_inputs(k, v, mask)
+            k, v = mask_inputs(k, v, mask)
             factors = _factors(k, position)
             return parallel.read(_query(q, position, factors), parallel.summarize(k, v, factors)).to(q.dtype)
     return read(q, summarize(k, v, mask=mask, position=position, impl=impl), position=position, impl=impl)
@@ -252,7 +252,7 @@ def _begin_merged(
         merged = layout.merge(summarize(k, v, mask=mask, position=position, impl=impl))
         return lambda: read(q, merged(), position=position, impl=impl)
     with exact(k):
-        keys, values = (layout.join(x) for x in _mask_inputs(k, v, mask))
+        keys, values = (layout.join(x) for x in mask_inputs(k, v, mask))
         factors = _factors(k, position)
         queries = _query(q, position, factors)
         if factors is not None:  # (rows or none, tokens, heads or 1, features)
@@ -349,7 +349,7 @@ def chunked(
     size: int = 1,
 ) -> tuple[Tensor, State]:
     """Run causal attention over frames of `size` tokens in chunks, in torch. position, state: relative."""
-    k, v = _mask_inputs(k, v, mask)
+    k, v = mask_inputs(k, v, mask)
     factors = _factors(k, position)
     inputs = (_query(q, position, factors), k, v, factors, _rates(forget, k))
     out, state = parallel.causal(*inputs, _empty(k, v, position) if state is None else state, size)
@@ -362,7 +362,7 @@ def alone(
     """Run causal attention over tokens from no State to none, in torch: few of them need no memory."""
     position = relative(position)
     with exact(k):
-        k, v = _mask_inputs(k, v, mask)
+        k, v = mask_inputs(k, v, mask)
         factors = _factors(k, position)
         return parallel.causal_alone(_query(q, position, factors), k, v, factors, _rates(forget, k)).to(q.dtype)
 
@@ -397,7 +397,7 @@ def token_window(
     if impl == "triton":
         rates, where = _head_rates(forget, k), _triton.of_grid(position)
         return _triton_window.attention(q, k, v, mask, rates, window, where)
-    k, v = _mask_inputs(k, v, mask)
+    k, v = mask_inputs(k, v, mask)
     factors = _factors(k, position)
     out = windowed.attention(_query(q, position, factors), k, v, factors, _rates(forget, k), window)
     return out.to(q.dtype)

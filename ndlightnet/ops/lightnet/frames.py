@@ -27,7 +27,6 @@ from ndlightnet.ops.lightnet.attention import (
     _check_state,
     _empty,
     _factors,
-    _mask_inputs,
     _query,
     _theta,
     alone,
@@ -37,6 +36,7 @@ from ndlightnet.ops.lightnet.attention import (
     check_window,
     chunked,
     map_attention,
+    mask_inputs,
     packed_position,
     summarize,
     token_window,
@@ -364,7 +364,7 @@ Forms = tuple[State, Callable[[State], Tensor]]
 def _by_torch(tokens: Tokens, frames: int) -> Forms:
     """Return the frames' States (batch, frames, heads, ·) and a function that reads such States."""
     q, k, v, mask, position = tokens
-    k, v = _mask_inputs(k, v, mask)
+    k, v = mask_inputs(k, v, mask)
     w, shape = _factors(k, position), (frames, -1)
     f = _query(q, position, w).unflatten(1, shape)
     if w is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ndlightnet.ops._operator import Gradient, Operator
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet import parallel
-from ndlightnet.ops.lightnet.attention import summarize
+from ndlightnet.ops.lightnet.attention import mask_inputs, summarize
 from ndlightnet.ops.lightnet.frames import sliding_merge, states_outweigh_tokens
 from ndlightnet.ops.lightnet.state import State, merge
 from ndlightnet.ops.plain import plain
@@ -59,22 +59,20 @@ def read_slots_so_far(
         y, total = (x.unflatten(0, (len(q), -1)).flatten(1, 2) for x in (y, total))
         return y, total, State(*(x[:, -1].clone() for x in merged))
     after = merge(state, summarize(logits, rows, mask=mask))
-    if isinstance(q.shape[1], int) and q.shape[1] == frame:
+    if isinstance(q.shape[1], int) and q.shape[1] == frame:  # an exported graph has any number of frames
         return *read_slots(q, after), after
-    seen = state.sum[:, None, :, 0] > 0
-    if mask is None:
-        seen = torch.ones_like(seen).expand(q.shape[:-1])
-    else:
-        logits = logits.masked_fill(~mask[..., None, None], -torch.inf)
-        rows = rows.masked_fill(~mask[..., None, None], 0)
-        so_far = mask.unflatten(1, (-1, frame)).any(-1).cumsum(1) > 0
-        seen = seen | so_far.repeat_interleave(frame, 1)[..., None]
+    logits, rows = mask_inputs(logits, rows, mask)
     with exact(q):
         k, v = rows.chunk(2, -1)
         before_k, before_v = (State(state.max, state.sum, memory) for memory in state.memory.chunk(2, -1))
-        scores = _scores(q / math.sqrt(q.shape[-1]), logits, k, *before_k, frame)
+        scores = _scores(q, logits, k, *before_k, frame) / math.sqrt(q.shape[-1])
         y, _ = parallel.causal(scores.softmax(-1), logits, v, None, None, before_v, frame)
-        return y, scores.logsumexp(-1).masked_fill(~seen, -torch.inf), after
+        total = scores.logsumexp(-1)
+    if mask is not None:
+        so_far = mask.unflatten(1, (-1, frame)).any(-1).cumsum(1) > 0
+        seen = (state.sum[:, None, :, 0] > 0) | so_far.repeat_interleave(frame, 1)[..., None]
+        total = total.masked_fill(~seen, -torch.inf)
+    return y, total, after
 
 
 def _form(k: Tensor, v: Tensor, state: State, size: int) -> parallel.Causal:
